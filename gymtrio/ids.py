@@ -1,0 +1,88 @@
+"""Names of rollouts, attempts and checkpoints: made, checked and parsed in this module only.
+
+An episode attempt is `EpisodeId(rollout_id, attempt)`; its *capture key* is what names it in paths,
+files and replies. Key and id are exact inverses of each other (ID-1, ID-2), which is why a rollout
+id may not itself end in the suffix that marks an attempt.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final, NewType
+
+import attrs
+
+from gymtrio.errors import InvalidRolloutId
+from gymtrio.limits import ATTEMPT_MAX, ID_CHARACTERS_MAX
+
+RolloutId = NewType("RolloutId", str)
+CaptureKey = NewType("CaptureKey", str)
+CheckpointId = NewType("CheckpointId", str)
+
+_SAFE_ID: Final = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{ID_CHARACTERS_MAX - 1}}}", re.ASCII)
+_ATTEMPT_SUFFIX: Final = re.compile(r"-a([1-9][0-9]*)\Z", re.ASCII)
+
+
+def is_safe_id(text: str) -> bool:
+    """Say whether `text` may name a checkpoint, a server or a rollout: no path can be made of
+    it."""
+    return _SAFE_ID.fullmatch(text) is not None
+
+
+def parse_rollout_id(text: str) -> RolloutId:
+    """Check a rollout id.
+
+    Raises:
+        InvalidRolloutId: it is not 1-128 safe characters, or ends in the reserved `-aN` (N >= 1).
+    """
+    if not is_safe_id(text):
+        raise InvalidRolloutId(
+            f"rollout id {text[: ID_CHARACTERS_MAX + 1]!r}: 1-{ID_CHARACTERS_MAX} characters, "
+            "first a letter or digit, then letters, digits, '.', '_', '-'"
+        )
+    if _ATTEMPT_SUFFIX.search(text) is not None:
+        raise InvalidRolloutId(f"rollout id {text!r} ends in '-aN', which names an attempt")
+    return RolloutId(text)
+
+
+@attrs.frozen(order=True)
+class EpisodeId:
+    """One attempt of a rollout, as the servers see it (ID-1)."""
+
+    rollout_id: RolloutId = attrs.field(converter=parse_rollout_id)
+    attempt: int = attrs.field(default=0)
+    """How many attempts came before: 0 for the first."""
+
+    @attempt.validator
+    def _attempt_in_range(self, attribute: object, value: object) -> None:
+        if type(value) is not int or not 0 <= value <= ATTEMPT_MAX:
+            raise InvalidRolloutId(f"attempt {value!r} of {self.rollout_id!r}: 0..{ATTEMPT_MAX}")
+
+    @property
+    def capture_key(self) -> CaptureKey:
+        """`r` for attempt 0, `r-aN` for attempt N (ID-2)."""
+        return CaptureKey(
+            self.rollout_id if not self.attempt else f"{self.rollout_id}-a{self.attempt}"
+        )
+
+    def next_attempt(self) -> EpisodeId:
+        """The attempt as which a restored episode continues (ID-3)."""
+        return EpisodeId(self.rollout_id, self.attempt + 1)
+
+    def __str__(self) -> str:
+        return self.capture_key
+
+
+def parse_capture_key(text: str) -> EpisodeId:
+    """Invert `EpisodeId.capture_key` exactly.
+
+    Raises:
+        InvalidRolloutId: no episode has this key.
+    """
+    suffix = _ATTEMPT_SUFFIX.search(text)
+    if suffix is None:
+        return EpisodeId(RolloutId(text))
+    # A number of 20 digits would be beyond any attempt; int() of thousands would be slow.
+    if len(suffix[1]) > len(str(ATTEMPT_MAX)):
+        raise InvalidRolloutId(f"capture key ends in an attempt beyond {ATTEMPT_MAX}")
+    return EpisodeId(RolloutId(text[: suffix.start()]), int(suffix[1]))

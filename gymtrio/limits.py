@@ -1,0 +1,73 @@
+"""Every bound of the system, with its unit in the name and its reason beside it.
+
+No I/O, imported by all. A bound that depends on a deployment is a setting, not a limit.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+ID_CHARACTERS_MAX: Final = 128
+"""Ids become file names and path segments; every file system takes 128 bytes."""
+
+ATTEMPT_MAX: Final = 1_000_000
+"""More attempts of one rollout than this are a controller gone wild."""
+
+BLOCKERS_LISTED_MAX: Final = 100
+"""A reply names this many blockers; the count is always full (CTL-7)."""
+
+RESUMED_IDS_REMEMBERED_MAX: Final = 64
+"""Checkpoint ids that stay fenced after their resume (CTL-4)."""
+
+DEADLINE_AHEAD_S_MAX: Final = 24 * 3600.0
+"""A deadline further ahead is a unit mistake (milliseconds), not a wish (CTL-8)."""
+
+LEASE_GRACE_S_DEFAULT: Final = 600.0
+"""How long after the last deadline a participant waits for a controller that went silent."""
+
+PARTICIPANTS_SCOPE_EPISODES_MAX: Final = 100_000
+"""Episodes one control call may name: six times the largest deployment we measure."""
+
+CONTROL_BODY_BYTES_MAX: Final = 16 * 2**20
+"""A scope of 100,000 ids with room to spare."""
+
+DATA_BODY_BYTES_MAX: Final = 64 * 2**20
+"""Tool outputs and conversations; beyond it a request answers 413 (SRV-5)."""
+
+FRAME_BYTES_MAX: Final = 64 * 2**20
+"""One record of one episode, or one message: what a peer can make us buffer."""
+
+FRAME_NESTING_MAX: Final = 64
+"""Depth of our own closed messages; the deepest we define is 8."""
+
+OPAQUE_NESTING_MAX: Final = 200
+"""Depth of opaque JSON state: below the recursion limit of every supported Python, with room for
+the frames of the caller."""
+
+OPAQUE_INTEGER_DIGITS_MAX: Final = 4_300
+"""Python refuses to parse longer decimal integers; refusing at export beats failing at restore."""
+
+LOOP_SLICE_S: Final = 0.005
+"""Work on the event loop yields after this long, a quarter of the stall that is promised
+(STO-5)."""
+
+WAKE_SLICE_TASKS: Final = 500
+"""Parked tasks woken per pass of the loop: a batch runs whole before I/O is looked at again."""
+
+READINESS_POLL_S: Final = 1.0
+"""A waiting prepare looks again at least this often, should a change go unannounced."""
+
+CLEANUP_S_MAX: Final = 10.0
+"""Deadline of every shielded clean-up (STEP-7)."""
+
+DISCOVERY_TRIES_MAX: Final = 3
+"""A server that cannot be reached three times is an error, never an absent participant."""
+
+CONTROL_RETRY_DELAY_S: Final = 0.2
+"""Between tries of a control call whose connection was lost; its deadline bounds the tries."""
+
+RENEW_INTERVAL_S_MAX: Final = 10.0
+"""A held checkpoint's lease is renewed at least this often."""
+
+RESUME_S_MIN: Final = 30.0
+"""Resuming gets at least this long, also after a deadline has passed: it must not be given up."""

@@ -1,0 +1,1 @@
+"""Frames, codec and messages: one definition of what crosses a process boundary."""

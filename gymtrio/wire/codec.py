@@ -1,0 +1,118 @@
+"""Messages to bytes and back: the only module that knows msgpack.
+
+Closed messages are attrs classes. Inside a frame they are msgpack maps; over HTTP they are JSON
+objects: two encodings of one definition. Opaque state is a `bytes` field and stays bytes.
+
+Evolution: new fields have defaults; a field is never retyped, a name never reused.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TypeVar
+
+import msgpack
+
+from gymtrio.errors import GymtrioError
+from gymtrio.limits import FRAME_NESTING_MAX
+from gymtrio.strict import MalformedValue, structure, unstructure
+
+T = TypeVar("T")
+
+_PLAIN = (type(None), bool, int, float, str, bytes)
+
+
+def pack(message: object) -> bytes:
+    """Encode a closed message (an attrs value) as msgpack.
+
+    Raises:
+        MalformedValue: an integer beyond 64 bits or text with lone surrogates: neither belongs
+            into a closed message.
+    """
+    try:
+        packed: bytes = msgpack.packb(unstructure(message), use_bin_type=True)
+    except (OverflowError, ValueError, TypeError) as error:
+        raise MalformedValue("", f"cannot be packed: {error}") from None
+    return packed
+
+
+def unpack(cls: type[T], data: bytes) -> T:
+    """Decode what `pack` made, strictly.
+
+    Raises:
+        MalformedValue: not msgpack, an extension type, too deep, or not a `cls`.
+    """
+    return structure(cls, unpack_plain(data))
+
+
+def unpack_plain(data: bytes) -> object:
+    """Decode msgpack into plain data of the eight kinds we know.
+
+    Raises:
+        MalformedValue: see `unpack`.
+    """
+    try:
+        value: object = msgpack.unpackb(
+            data,
+            raw=False,
+            strict_map_key=True,
+            ext_hook=_refuse_extension,
+        )
+    except GymtrioError:
+        raise
+    except (ValueError, OverflowError, msgpack.exceptions.UnpackException) as error:
+        # Covers truncation, trailing bytes, nesting beyond msgpack's own stack, bad UTF-8.
+        raise MalformedValue("", f"not a message: {type(error).__name__}") from None
+    _check_plain(value)
+    return value
+
+
+def _refuse_extension(code: int, data: bytes) -> object:
+    raise MalformedValue("", f"extension type {code}")
+
+
+def _check_plain(value: object) -> None:
+    # A timestamp extension does not pass through `ext_hook`, so results are checked by type.
+    stack: list[tuple[object, int]] = [(value, 1)]
+    while stack:
+        item, depth = stack.pop()
+        if type(item) in _PLAIN:
+            continue
+        if depth > FRAME_NESTING_MAX:
+            raise MalformedValue("", f"nested deeper than {FRAME_NESTING_MAX}")
+        if type(item) is list:
+            stack.extend((inner, depth + 1) for inner in item)
+        elif type(item) is dict:
+            stack.extend((inner, depth + 1) for inner in item.values())
+        else:
+            raise MalformedValue("", f"unexpected {type(item).__name__}")
+
+
+def to_json(message: object) -> bytes:
+    """Encode a closed message as a JSON object, keys in field order."""
+    return json.dumps(unstructure(message), separators=(",", ":")).encode("ascii")
+
+
+def from_json(cls: type[T], data: bytes) -> T:
+    """Decode a JSON object into a closed message, strictly.
+
+    Raises:
+        MalformedValue: not JSON, a key twice (two parsers could read it differently), or not a
+        `cls`.
+    """
+    try:
+        value = json.loads(data, object_pairs_hook=_unique_keys)
+    except RecursionError:
+        raise MalformedValue("", "nested too deeply") from None
+    except ValueError as error:
+        raise MalformedValue("", f"not JSON: {error}") from None
+    return structure(cls, value)
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    made: dict[str, object] = {}
+    for key, value in pairs:
+        if key in made:
+            raise MalformedValue(key[:80], "key given twice")
+        made[key] = value
+    return made

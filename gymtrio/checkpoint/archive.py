@@ -1,0 +1,68 @@
+"""Where checkpoints are kept, as the control plane sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import attrs
+
+from gymtrio.checkpoint.participant import Export
+from gymtrio.ids import CaptureKey, CheckpointId
+from gymtrio.storage.publication import Publication
+from gymtrio.storage.records import Record
+from gymtrio.wire.control import Kind
+
+
+@attrs.frozen(kw_only=True)
+class Loaded:
+    """A verified checkpoint of one participant, reduced to the scope."""
+
+    checkpoint_id: CheckpointId
+    """Under which it was committed."""
+    records: Sequence[Record]
+    manifest_fields: dict[str, object]
+
+
+class Archive(Protocol):
+    """Reads and writes one participant's part of checkpoints."""
+
+    async def write(
+        self,
+        checkpoint_dir: str,
+        *,
+        kind: Kind,
+        instance: str,
+        checkpoint_id: CheckpointId,
+        export: Export,
+        publication: Publication,
+    ) -> dict[str, object]:
+        """Write an export manifest-last.
+
+        Returns:
+            The manifest as JSON.
+
+        Raises:
+            InvalidCheckpointState: the directory is refused, the state is not JSON, or the disk
+                failed; nothing of it can be read afterwards.
+
+        Cancelled: before publication nothing remains; after it has begun it is finished.
+
+        Durable: after return, the manifest and every byte it names.
+        """
+        ...
+
+    async def read(
+        self,
+        checkpoint_dir: str,
+        *,
+        kind: Kind,
+        instance: str,
+        scope: frozenset[CaptureKey] | None,
+    ) -> Loaded:
+        """Verify the whole part and give the records of the scope.
+
+        Raises:
+            InvalidCheckpointState: it is missing, damaged, foreign or newer; the detail says which.
+        """
+        ...

@@ -1,0 +1,525 @@
+"""The owner of one participant: phases, fences, lease and jobs (CTL).
+
+Rules of this module:
+
+- C1 A transition is one synchronous block. No lock is held across an await: resume, status and
+  retire never queue behind another call (CTL-7, CTL-10, CTL-15).
+- C2 After every await the open checkpoint is looked at again before anything is changed; whoever
+  finds that it has gone changes nothing (HARD-1).
+- C3 What must outlive its call is a `Job` in the owner's nursery, at most one of each kind per
+  checkpoint; a repeated call joins it (CTL-9).
+- C4 Resume drops the open checkpoint in one assignment. Its jobs are cancelled in the same
+  instant, and the reply waits until they have ended.
+- C5 A mark is raised before the stopping begins and is never lowered (CTL-5).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import trio
+
+from gymtrio.background import open_background
+from gymtrio.checkpoint.archive import Archive
+from gymtrio.checkpoint.deadlines import monotonic_deadline
+from gymtrio.checkpoint.jobs import Job
+from gymtrio.checkpoint.opened import OpenCheckpoint, commit_arguments, restore_arguments
+from gymtrio.checkpoint.participant import Participant, Settling
+from gymtrio.checkpoint.phases import Step, advance
+from gymtrio.episodes.signal import Signal
+from gymtrio.errors import (
+    CheckpointError,
+    DeadlineExceeded,
+    GymtrioError,
+    InvalidPhase,
+    RetireIncomplete,
+    StaleCheckpoint,
+)
+from gymtrio.ids import CaptureKey, CheckpointId, EpisodeId
+from gymtrio.limits import READINESS_POLL_S, RESUMED_IDS_REMEMBERED_MAX
+from gymtrio.ports import WallClock
+from gymtrio.wire.control import (
+    CommitReply,
+    CommitRequest,
+    ControlRequest,
+    ForgetReply,
+    ForgetRequest,
+    Phase,
+    PrepareReply,
+    PrepareRequest,
+    RenewReply,
+    RenewRequest,
+    RestoreReply,
+    RestoreRequest,
+    ResumeReply,
+    ResumeRequest,
+    RetireReply,
+    RetireRequest,
+    StatusReply,
+)
+
+LOG = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def open_control(
+    participant: Participant,
+    *,
+    archive: Archive,
+    wall_clock: WallClock,
+    lease_grace_s: float,
+    recover: bool = False,
+) -> AsyncIterator[Control]:
+    """Own a participant for as long as the block runs.
+
+    Args:
+        recover: the server was started to be restored; it starts closed and accepts only status,
+            restore and resume until it is (HARD-3, HARD-6).
+
+    Cancelled: every job has ended when the block is left.
+    """
+    async with open_background() as nursery:
+        control = Control(
+            participant,
+            archive=archive,
+            wall_clock=wall_clock,
+            lease_grace_s=lease_grace_s,
+            recover=recover,
+            nursery=nursery,
+        )
+        nursery.start_soon(participant.run)
+        nursery.start_soon(control.watch_lease)
+        yield control
+
+
+class Control:
+    """Serves the eight operations; made by `open_control`."""
+
+    def __init__(
+        self,
+        participant: Participant,
+        *,
+        archive: Archive,
+        wall_clock: WallClock,
+        lease_grace_s: float,
+        recover: bool,
+        nursery: trio.Nursery,
+    ) -> None:
+        self._participant = participant
+        self._archive = archive
+        self._wall_clock = wall_clock
+        self._lease_grace_s = lease_grace_s
+        self._nursery = nursery
+        self._awaiting_restore = recover
+        self._open: OpenCheckpoint | None = None
+        self._resumed: deque[CheckpointId] = deque(maxlen=RESUMED_IDS_REMEMBERED_MAX)
+        self._retirements: dict[CaptureKey, Job[None]] = {}
+        self._lease_changed = Signal()
+        if recover:
+            participant.close()
+
+    # -- status -------------------------------------------------------------------------------
+
+    def status(self) -> StatusReply:
+        """Answer at once, in every situation (CTL-15)."""
+        opened = self._open
+        return StatusReply(
+            kind=self._participant.kind.value,
+            instance=self._participant.instance,
+            phase=self.phase.value,
+            checkpoint_id=None if opened is None else opened.checkpoint_id,
+            lease_expires_at=None if opened is None else self._on_wall(opened.lease_expires),
+            retired_rollouts=len(self._participant.admission.fences),
+            awaiting_restore=self._awaiting_restore,
+            report=self._participant.report(),
+            extra=self._participant.status_fields(),
+        )
+
+    @property
+    def phase(self) -> Phase:
+        return Phase.IDLE if self._open is None else self._open.phase
+
+    # -- prepare ------------------------------------------------------------------------------
+
+    async def prepare(self, request: PrepareRequest) -> PrepareReply:
+        """Close admission, wait until everything live is at a safe point (CTL-7).
+
+        Raises:
+            DeadlineExceeded, StaleCheckpoint, CheckpointConflict, InvalidPhase: nothing changed.
+            GymtrioError: closing or waiting failed; admission is open again.
+
+        Cancelled: admission stays closed and the lease runs; the same id may ask again.
+        """
+        deadline = self._deadline(request)
+        self._check_not_awaiting("prepare")
+        self._check_not_stale(request.checkpoint_id)
+        opened = self._open
+        if opened is None:
+            opened = self._close_for(request, deadline)
+        else:
+            opened.check_holder(request)
+            if opened.restore is not None:
+                raise InvalidPhase(f"{request.checkpoint_id} is being restored")
+            self._renew(opened, deadline)
+        await self._wait_ready(opened, deadline)
+        if self._open is not opened:
+            return PrepareReply(phase=Phase.IDLE.value, report=self._participant.report())
+        if opened.phase is Phase.PREPARING and self._settled(opened):
+            opened.advance(Step.READY)
+        return PrepareReply(phase=opened.phase.value, report=self._participant.report())
+
+    def _close_for(self, request: PrepareRequest, deadline: float) -> OpenCheckpoint:
+        opened = OpenCheckpoint(
+            checkpoint_id=request.checkpoint_id,
+            nonce=request.controller_nonce,
+            lease_expires=deadline + self._lease_grace_s,
+            closed_admission=True,
+            phase=advance(Phase.IDLE, Step.PREPARE),
+        )
+        self._participant.close()
+        self._open = opened
+        settling = Settling(checkpoint_id=request.checkpoint_id, deadline=deadline)
+        opened.settle = Job.start(self._nursery, "settle", lambda: self._settle(opened, settling))
+        self._lease_changed.notify()
+        LOG.info("checkpoint %s: admission closed", opened.checkpoint_id)
+        return opened
+
+    async def _settle(self, opened: OpenCheckpoint, settling: Settling) -> None:
+        try:
+            await self._participant.settle(settling)
+        finally:
+            self._participant.changed.notify()
+
+    async def _wait_ready(self, opened: OpenCheckpoint, deadline: float) -> None:
+        while (
+            self._open is opened
+            and opened.phase is Phase.PREPARING
+            and not self._settled(opened)
+            and trio.current_time() < deadline
+        ):
+            look_again = min(deadline, trio.current_time() + READINESS_POLL_S)
+            with trio.move_on_at(look_again):
+                await self._participant.changed.wait()
+
+    def _settled(self, opened: OpenCheckpoint) -> bool:
+        """
+        Raises:
+            GymtrioError: settling failed; admission is open again.
+        """
+        assert opened.settle is not None
+        if opened.settle.error is not None:
+            if self._open is opened:
+                self._drop(opened)
+            raise opened.settle.error
+        return opened.settle.ended and self._participant.ready()
+
+    # -- renew --------------------------------------------------------------------------------
+
+    async def renew(self, request: RenewRequest) -> RenewReply:
+        """Extend the lease; it is never shortened (CTL-11)."""
+        deadline = self._deadline(request)
+        opened = self._require_open(request)
+        self._renew(opened, deadline)
+        return RenewReply(lease_expires_at=self._on_wall(opened.lease_expires))
+
+    # -- commit -------------------------------------------------------------------------------
+
+    async def commit(self, request: CommitRequest) -> CommitReply:
+        """Export once and write manifest-last (CTL-13).
+
+        Raises:
+            DeadlineExceeded: before the work ended; it goes on, and a retry joins it.
+            InvalidPhase: not prepared, or no longer ready.
+            InvalidCheckpointState: nothing was published, and once a write failed nothing will be
+                under this id (HARD-12).
+
+        Cancelled: the work goes on, and a retry joins it.
+
+        Durable: after a reply, the manifest and every byte it names.
+        """
+        deadline = self._deadline(request)
+        opened = self._require_open(request)
+        arguments = commit_arguments(request)
+        if opened.failed is not None:
+            raise opened.failed
+        opened.check_arguments(arguments)
+        if opened.commit is None:
+            advance(opened.phase, Step.COMMIT)
+            if not self._participant.ready():
+                raise InvalidPhase("no longer ready: " + ", ".join(self._blockers()))
+            opened.arguments = arguments
+            opened.commit = Job.start(
+                self._nursery, "commit", lambda: self._commit(opened, request)
+            )
+        self._renew(opened, deadline)
+        return await opened.commit.wait(deadline)
+
+    async def _commit(self, opened: OpenCheckpoint, request: CommitRequest) -> CommitReply:
+        scope = _keys(request.episode_ids)
+        try:
+            export = await self._participant.export(scope)
+        except GymtrioError:
+            # Nothing was written: a later commit may export again, also with another scope.
+            opened.commit = opened.arguments = None
+            raise
+        try:
+            manifest = await self._archive.write(
+                request.checkpoint_dir,
+                kind=self._participant.kind,
+                instance=self._participant.instance,
+                checkpoint_id=opened.checkpoint_id,
+                export=export,
+                publication=opened.publication,
+            )
+        except CheckpointError as error:
+            opened.failed = error
+            raise
+        await self._participant.release(self._participant.unclaimed_outside(scope))
+        if self._open is opened:
+            opened.advance(Step.COMMIT)
+        LOG.info("checkpoint %s: committed %d", opened.checkpoint_id, len(export.episode_ids))
+        return CommitReply(
+            phase=Phase.COMMITTED.value,
+            manifest=manifest,
+            episode_ids=export.episode_ids,
+            extra=export.reply_fields,
+        )
+
+    # -- restore ------------------------------------------------------------------------------
+
+    async def restore(self, request: RestoreRequest) -> RestoreReply:
+        """Verify the whole file and install the scope, all of it or nothing (CTL-14).
+
+        Raises:
+            DeadlineExceeded: before the work ended; it goes on, and a retry joins it.
+            InvalidPhase: live state is in the way.
+            InvalidCheckpointState: nothing is installed, admission is as it was.
+
+        Cancelled: the work goes on, and a retry joins it.
+        """
+        deadline = self._deadline(request)
+        self._check_not_stale(request.checkpoint_id)
+        arguments = restore_arguments(request)
+        opened = self._open
+        if opened is None:
+            opened = self._begin_restore(request, deadline)
+        else:
+            opened.check_holder(request)
+            if opened.restore is None:
+                advance(opened.phase, Step.RESTORE)
+            opened.check_arguments(arguments)
+            self._renew(opened, deadline)
+        assert opened.restore is not None
+        return await opened.restore.wait(deadline)
+
+    def _begin_restore(self, request: RestoreRequest, deadline: float) -> OpenCheckpoint:
+        self._participant.check_installable()
+        opened = OpenCheckpoint(
+            checkpoint_id=request.checkpoint_id,
+            nonce=request.controller_nonce,
+            lease_expires=deadline + self._lease_grace_s,
+            closed_admission=not self._awaiting_restore,
+            arguments=restore_arguments(request),
+        )
+        if opened.closed_admission:
+            self._participant.close()
+        self._open = opened
+        opened.restore = Job.start(self._nursery, "restore", lambda: self._restore(opened, request))
+        self._lease_changed.notify()
+        return opened
+
+    async def _restore(self, opened: OpenCheckpoint, request: RestoreRequest) -> RestoreReply:
+        try:
+            loaded = await self._archive.read(
+                request.checkpoint_dir,
+                kind=self._participant.kind,
+                instance=self._participant.instance,
+                scope=_keys(request.episode_ids),
+            )
+            if self._open is not opened:
+                raise CheckpointError("a resume came before the restore")
+            self._participant.check_installable()
+            await self._participant.install(loaded.records, request.episode_ids)
+        except GymtrioError:
+            if self._open is opened:
+                self._open = None
+                opened.ended.set()
+                if opened.closed_admission:
+                    self._participant.open()
+            raise
+        if self._open is opened:
+            opened.advance(Step.RESTORE)
+            self._awaiting_restore = False
+        LOG.info("checkpoint %s: restored %d", opened.checkpoint_id, len(loaded.records))
+        return RestoreReply(
+            phase=Phase.RESTORED.value,
+            source_checkpoint_id=loaded.checkpoint_id,
+            restored=tuple(sorted(e.next_attempt().capture_key for e in request.episode_ids)),
+        )
+
+    # -- resume -------------------------------------------------------------------------------
+
+    async def resume(self, request: ResumeRequest) -> ResumeReply:
+        """Let everything go on, from every phase, at once; also the abort (CTL-10).
+
+        A publication that has begun is waited for, so that after the reply nothing appears; a write
+        before that point is stopped.
+
+        Raises:
+            DeadlineExceeded: a publication did not end in time; nothing changed.
+            CheckpointConflict: another checkpoint or controller holds.
+            InvalidPhase: the server waits for a restore, and this would fence it (HARD-6).
+
+        Cancelled: either nothing changed, or the resume is complete.
+        """
+        deadline = self._deadline(request)
+        opened = self._open
+        if opened is None:
+            return self._resume_unopened(request)
+        opened.check_holder(request)
+        if not opened.publication.stop():
+            with trio.move_on_at(deadline):
+                await opened.publication.ended.wait()
+            if not opened.publication.ended.is_set():
+                raise DeadlineExceeded(f"{opened.checkpoint_id} is being published")
+        if self._open is opened:
+            self._drop(opened)
+            self._remember(opened.checkpoint_id)
+            LOG.info("checkpoint %s: resumed", opened.checkpoint_id)
+        for job in opened.jobs():
+            await job.wait_ended()
+        return ResumeReply(phase=self.phase.value, idempotent=False)
+
+    def _resume_unopened(self, request: ResumeRequest) -> ResumeReply:
+        if self._awaiting_restore:
+            if not request.start_afresh:
+                raise InvalidPhase("this server waits for a restore; start_afresh opens it without")
+            self._awaiting_restore = False
+            self._participant.open()
+        self._remember(request.checkpoint_id)
+        return ResumeReply(phase=Phase.IDLE.value, idempotent=True)
+
+    def _drop(self, opened: OpenCheckpoint) -> None:
+        """The instant of resuming: the jobs are cancelled and the gate opens."""
+        if opened.phase is not Phase.IDLE:
+            opened.advance(Step.RESUME)
+        opened.publication.stop()
+        for job in opened.jobs():
+            job.cancel()
+        self._open = None
+        opened.ended.set()
+        if not self._awaiting_restore:
+            self._participant.open()
+        self._participant.changed.notify()
+        self._lease_changed.notify()
+
+    # -- retire and forget --------------------------------------------------------------------
+
+    async def retire(self, request: RetireRequest) -> RetireReply:
+        """Mark, stop, wait until stopped, free; in every phase (CTL-12).
+
+        Raises:
+            DeadlineExceeded: something has not stopped; it stays marked and tracked, blocks the
+            next
+                prepare, and a repeated retire joins.
+
+        Cancelled: the stopping goes on.
+        """
+        deadline = self._deadline(request)
+        self._check_not_awaiting("retire")
+        self._participant.refuse(request.episode_ids)
+        jobs = [self._retirement(episode_id) for episode_id in request.episode_ids]
+        for job in jobs:
+            await job.wait(deadline)
+        return RetireReply(retired=tuple(e.capture_key for e in request.episode_ids))
+
+    def _retirement(self, episode_id: EpisodeId) -> Job[None]:
+        key = episode_id.capture_key
+        running = self._retirements.get(key)
+        if running is not None:
+            return running
+
+        async def retire() -> None:
+            try:
+                await self._participant.retire(episode_id)
+            finally:
+                del self._retirements[key]
+                self._participant.changed.notify()
+
+        job = Job.start(self._nursery, f"retire {key}", retire)
+        self._retirements[key] = job
+        return job
+
+    async def forget(self, request: ForgetRequest) -> ForgetReply:
+        """Drop the marks of rollouts that are finished for good (CTL-12).
+
+        Raises:
+            RetireIncomplete: something of them still runs; every mark is kept.
+        """
+        self._deadline(request)
+        self._check_not_awaiting("forget")
+        rollout_ids = request.checked()
+        running = self._participant.still_running(rollout_ids)
+        if running:
+            raise RetireIncomplete("still running: " + ", ".join(e.capture_key for e in running))
+        self._participant.admission.fences.forget(rollout_ids)
+        return ForgetReply(forgotten=tuple(sorted(set(rollout_ids))))
+
+    # -- lease --------------------------------------------------------------------------------
+
+    async def watch_lease(self) -> None:
+        """Resume by ourselves when a controller went silent (CTL-11)."""
+        while True:
+            opened = self._open
+            if opened is None:
+                await self._lease_changed.wait()
+                continue
+            with trio.move_on_at(opened.lease_expires):
+                await opened.ended.wait()
+            if self._open is opened and trio.current_time() >= opened.lease_expires:
+                LOG.warning("checkpoint %s: lease expired", opened.checkpoint_id)
+                if not opened.publication.stop():
+                    await opened.publication.ended.wait()
+                if self._open is opened:
+                    self._drop(opened)
+                    self._remember(opened.checkpoint_id)
+
+    # -- shared -------------------------------------------------------------------------------
+
+    def _deadline(self, request: ControlRequest) -> float:
+        return monotonic_deadline(request.deadline_ts, self._wall_clock)
+
+    def _on_wall(self, monotonic: float) -> float:
+        return self._wall_clock.now_s() + monotonic - trio.current_time()
+
+    def _renew(self, opened: OpenCheckpoint, deadline: float) -> None:
+        opened.renew(deadline + self._lease_grace_s)
+
+    def _check_not_stale(self, checkpoint_id: CheckpointId) -> None:
+        if checkpoint_id in self._resumed:
+            raise StaleCheckpoint(f"{checkpoint_id} was resumed already")
+
+    def _check_not_awaiting(self, operation: str) -> None:
+        if self._awaiting_restore:
+            raise InvalidPhase(f"{operation}: this server waits to be restored")
+
+    def _require_open(self, request: ControlRequest) -> OpenCheckpoint:
+        self._check_not_stale(request.checkpoint_id)
+        if self._open is None:
+            raise InvalidPhase(f"{request.checkpoint_id} is not open")
+        self._open.check_holder(request)
+        return self._open
+
+    def _remember(self, checkpoint_id: CheckpointId) -> None:
+        if checkpoint_id not in self._resumed:
+            self._resumed.append(checkpoint_id)
+
+    def _blockers(self) -> tuple[str, ...]:
+        return self._participant.report().blockers
+
+
+def _keys(episode_ids: tuple[EpisodeId, ...] | None) -> frozenset[CaptureKey] | None:
+    return None if episode_ids is None else frozenset(e.capture_key for e in episode_ids)

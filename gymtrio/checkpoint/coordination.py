@@ -1,0 +1,441 @@
+"""The controller's side: drives all participants of a deployment as one (COORD).
+
+Order matters. A prepare goes environment, model, agent, resources, stage by stage: environments
+stop starting work; the model closes before the agents, so that agents that wait for a model count
+as parked; resources come last, since agents call them. A resume goes the other way, and through
+failures. What changes nothing that others rely on goes everywhere at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from typing import Final, TypeVar
+
+import attrs
+import trio
+
+from gymtrio.background import open_background
+from gymtrio.checkpoint.held import HeldCheckpoint
+from gymtrio.checkpoint.members import (
+    ControlChannel,
+    Failed,
+    Member,
+    NoPolicyModel,
+    NotPrepared,
+    everywhere,
+)
+from gymtrio.errors import GymtrioError, PeerRefused, TransportError
+from gymtrio.ids import CheckpointId, EpisodeId, RolloutId, is_safe_id
+from gymtrio.limits import (
+    CLEANUP_S_MAX,
+    CONTROL_RETRY_DELAY_S,
+    DISCOVERY_TRIES_MAX,
+    ID_CHARACTERS_MAX,
+    RENEW_INTERVAL_S_MAX,
+    RESUME_S_MIN,
+)
+from gymtrio.ports import Randomness, WallClock
+from gymtrio.wire.control import (
+    REPLIES,
+    CommitReply,
+    CommitRequest,
+    ControlRequest,
+    ForgetReply,
+    ForgetRequest,
+    Kind,
+    Phase,
+    PrepareReply,
+    PrepareRequest,
+    RenewReply,
+    RenewRequest,
+    Report,
+    RestoreReply,
+    RestoreRequest,
+    ResumeReply,
+    ResumeRequest,
+    RetireReply,
+    RetireRequest,
+    StatusReply,
+    reply_from_plain,
+)
+
+LOG = logging.getLogger(__name__)
+
+PREPARE_ORDER: Final = (Kind.ENVIRONMENT, Kind.MODEL, Kind.AGENT, Kind.RESOURCES)
+RETIRE_ORDER: Final = ((Kind.ENVIRONMENT,), (Kind.AGENT,), (Kind.MODEL, Kind.RESOURCES))
+"""Callers first, so that nothing calls what is being stopped."""
+
+Q = TypeVar("Q", bound=ControlRequest)
+R = TypeVar(
+    "R", PrepareReply, RenewReply, CommitReply, RestoreReply, ResumeReply, RetireReply, ForgetReply
+)
+
+
+@attrs.frozen
+class Prepared:
+    """Outcome of a staged prepare."""
+
+    ready: bool
+    reports: dict[str, Report]
+    """By server, of the stages that were asked."""
+
+    @property
+    def blocking(self) -> dict[str, Report]:
+        return {server: report for server, report in self.reports.items() if not report.ready}
+
+
+@asynccontextmanager
+async def open_coordination(
+    servers: Sequence[str],
+    channel: ControlChannel,
+    *,
+    wall_clock: WallClock,
+    randomness: Randomness,
+    discovery_timeout_s: float = 60.0,
+) -> AsyncIterator[Controller]:
+    """Discover the participants among these servers.
+
+    Raises:
+        Failed: a server could not be reached, which must not pass for absence.
+        NoPolicyModel: there is none.
+    """
+    members: list[Member] = []
+    failures: dict[str, GymtrioError] = {}
+    deadline = trio.current_time() + discovery_timeout_s
+
+    async def ask(server: str) -> None:
+        try:
+            status = await _status_or_absent(channel, server, deadline)
+        except GymtrioError as error:
+            failures[server] = error
+            return
+        if status is not None:
+            members.append(Member(server, Kind(status.kind), status.instance))
+
+    async with trio.open_nursery() as nursery:
+        for server in servers:
+            nursery.start_soon(ask, server)
+    if failures:
+        raise Failed("discovery", failures)
+    if not any(member.kind is Kind.MODEL for member in members):
+        raise NoPolicyModel(
+            f"no policy model participant among {', '.join(servers)}: is checkpointing enabled, "
+            "and checkpoint_policy set?"
+        )
+    members.sort(key=lambda member: (PREPARE_ORDER.index(member.kind), member.server))
+    yield Controller(tuple(members), channel, wall_clock=wall_clock, nonce=randomness.hex(16))
+
+
+async def _status_or_absent(
+    channel: ControlChannel, server: str, deadline: float
+) -> StatusReply | None:
+    for attempt in range(DISCOVERY_TRIES_MAX):
+        try:
+            return reply_from_plain(
+                StatusReply, await channel.call(server, "status", None, deadline)
+            )
+        except PeerRefused as refused:
+            if refused.status == 404:
+                return None
+            raise
+        except TransportError:
+            if attempt + 1 == DISCOVERY_TRIES_MAX:
+                raise
+            await trio.sleep(CONTROL_RETRY_DELAY_S)
+    raise AssertionError("unreachable")
+
+
+class Controller:
+    """Drives checkpoints of one deployment; made by `open_coordination`.
+
+    Every call is bounded by its timeout and safe to repeat with the same id (COORD-6).
+    """
+
+    def __init__(
+        self,
+        members: tuple[Member, ...],
+        channel: ControlChannel,
+        *,
+        wall_clock: WallClock,
+        nonce: str,
+    ) -> None:
+        self.members = members
+        self.nonce = nonce
+        """Tells this controller from another that uses the same checkpoint id (HARD-5)."""
+        self._channel = channel
+        self._wall_clock = wall_clock
+        self._restores = 0
+
+    # -- one operation over many participants -------------------------------------------------
+
+    async def status(self, *, timeout_s: float = 10.0) -> dict[str, StatusReply]:
+        """What every participant says of itself, by server; a restarting controller asks first."""
+        deadline = trio.current_time() + timeout_s
+
+        async def ask(member: Member) -> StatusReply:
+            plain = await self._channel.call(member.server, "status", None, deadline)
+            return reply_from_plain(StatusReply, plain)
+
+        return await everywhere("status", self.members, ask)
+
+    async def prepare(self, checkpoint_id: CheckpointId, *, timeout_s: float) -> Prepared:
+        """Close and wait, stage by stage; stops at the first stage that is not ready (COORD-2).
+
+        Raises:
+            Failed: a participant refused or could not be reached. Nothing is resumed here.
+        """
+        deadline = trio.current_time() + timeout_s
+        request = self._request(PrepareRequest, checkpoint_id, timeout_s)
+        reports: dict[str, Report] = {}
+        for kind in PREPARE_ORDER:
+            stage = [member for member in self.members if member.kind is kind]
+            replies = await self._send("prepare", stage, request, deadline, PrepareReply)
+            reports |= {server: reply.report for server, reply in replies.items()}
+            if any(reply.phase != Phase.PREPARED.value for reply in replies.values()):
+                return Prepared(False, reports)
+        return Prepared(True, reports)
+
+    async def commit(
+        self,
+        checkpoint_id: CheckpointId,
+        directory: str,
+        episode_ids: Iterable[EpisodeId],
+        *,
+        timeout_s: float,
+        stop: bool = False,
+    ) -> dict[str, CommitReply]:
+        """Write every participant's part at once.
+
+        Raises:
+            Failed: at least one did not commit; the checkpoint is not whole.
+
+        Durable: after return, every part of every participant.
+        """
+        request = self._request(
+            CommitRequest,
+            checkpoint_id,
+            timeout_s,
+            checkpoint_dir=directory,
+            episode_ids=tuple(episode_ids),
+            stop=stop,
+        )
+        deadline = trio.current_time() + timeout_s
+        return await self._send("commit", self.members, request, deadline, CommitReply)
+
+    async def renew(self, checkpoint_id: CheckpointId, *, timeout_s: float) -> None:
+        """Extend every lease.
+
+        Raises:
+            Failed: at least one participant does not hold the checkpoint any more.
+        """
+        request = self._request(RenewRequest, checkpoint_id, timeout_s)
+        deadline = trio.current_time() + timeout_s
+        await self._send("renew", self.members, request, deadline, RenewReply)
+
+    async def resume(self, checkpoint_id: CheckpointId, *, timeout_s: float) -> None:
+        """Let everything go on, callees first, through failures (COORD-2).
+
+        Raises:
+            Failed: at the end, naming every participant that did not resume.
+        """
+        request = self._request(ResumeRequest, checkpoint_id, timeout_s)
+        await self._resume_with(request, timeout_s)
+
+    async def start_afresh(self, *, timeout_s: float) -> None:
+        """Open servers that wait to be restored, without restoring anything (HARD-3)."""
+        request = self._request(
+            ResumeRequest,
+            CheckpointId(f"afresh-{self.nonce[:16]}"),
+            timeout_s,
+            start_afresh=True,
+        )
+        await self._resume_with(request, timeout_s)
+
+    async def _resume_with(self, request: ResumeRequest, timeout_s: float) -> None:
+        failures: dict[str, GymtrioError] = {}
+        deadline = trio.current_time() + timeout_s
+        for kind in reversed(PREPARE_ORDER):
+            stage = [member for member in self.members if member.kind is kind]
+            try:
+                await self._send("resume", stage, request, deadline, ResumeReply)
+            except Failed as failed:
+                failures |= failed.failures
+        if failures:
+            raise Failed("resume", failures)
+
+    async def restore(
+        self,
+        checkpoint_id: CheckpointId,
+        directory: str,
+        episode_ids: Iterable[EpisodeId],
+        *,
+        timeout_s: float,
+    ) -> dict[str, RestoreReply]:
+        """Restore the scope everywhere, then let it go on: all of it or nothing (COORD-3).
+
+        Args:
+            checkpoint_id: names the checkpoint; the hold gets an id of its own, so that the same
+                checkpoint can be restored any number of times.
+            episode_ids: the attempts as they were checkpointed.
+
+        Raises:
+            Failed: nothing was restored: the replacement attempts are retired and everything is
+                resumed. The cause is the first failure.
+
+        Cancelled: like a failure.
+        """
+        scope = tuple(episode_ids)
+        self._restores += 1
+        hold = _restore_hold(checkpoint_id, f"{self.nonce[:12]}-{self._restores}")
+        request = self._request(
+            RestoreRequest, hold, timeout_s, checkpoint_dir=directory, episode_ids=scope
+        )
+        deadline = trio.current_time() + timeout_s
+        try:
+            replies = await self._send("restore", self.members, request, deadline, RestoreReply)
+        except BaseException:
+            await self._undo_restore(hold, scope, deadline)
+            raise
+        await self.resume(hold, timeout_s=max(RESUME_S_MIN, deadline - trio.current_time()))
+        return replies
+
+    async def _undo_restore(
+        self, hold: CheckpointId, scope: tuple[EpisodeId, ...], deadline: float
+    ) -> None:
+        cleanup_s = max(RESUME_S_MIN, deadline - trio.current_time())
+        with trio.move_on_after(cleanup_s, shield=True):
+            if scope:
+                try:
+                    replacements = [episode_id.next_attempt() for episode_id in scope]
+                    await self.retire(hold, replacements, timeout_s=cleanup_s)
+                except Failed as failed:
+                    LOG.warning("after a failed restore: %s", failed)
+            try:
+                await self.resume(hold, timeout_s=cleanup_s)
+            except Failed as failed:
+                LOG.warning("after a failed restore: %s", failed)
+
+    async def retire(
+        self, checkpoint_id: CheckpointId, episode_ids: Iterable[EpisodeId], *, timeout_s: float
+    ) -> None:
+        """Give attempts up, callers first; on return nothing of them runs anywhere.
+
+        Raises:
+            Failed: naming who could not; the others have retired.
+        """
+        request = self._request(
+            RetireRequest, checkpoint_id, timeout_s, episode_ids=tuple(episode_ids)
+        )
+        await self._callers_first("retire", request, timeout_s, RetireReply)
+
+    async def forget(
+        self, checkpoint_id: CheckpointId, rollout_ids: Iterable[RolloutId], *, timeout_s: float
+    ) -> None:
+        """Drop the refusals of rollouts that are finished for good, callers first."""
+        request = self._request(
+            ForgetRequest, checkpoint_id, timeout_s, rollout_ids=tuple(rollout_ids)
+        )
+        await self._callers_first("forget", request, timeout_s, ForgetReply)
+
+    async def _callers_first(
+        self, operation: str, request: ControlRequest, timeout_s: float, cls: type[R]
+    ) -> None:
+        failures: dict[str, GymtrioError] = {}
+        deadline = trio.current_time() + timeout_s
+        for kinds in RETIRE_ORDER:
+            stage = [member for member in self.members if member.kind in kinds]
+            try:
+                await self._send(operation, stage, request, deadline, cls)
+            except Failed as failed:
+                failures |= failed.failures
+        if failures:
+            raise Failed(operation, failures)
+
+    # -- the whole of a checkpoint ------------------------------------------------------------
+
+    @asynccontextmanager
+    async def checkpoint(
+        self,
+        checkpoint_id: CheckpointId,
+        directory: str,
+        *,
+        timeout_s: float,
+        renew_every_s: float | None = None,
+    ) -> AsyncIterator[HeldCheckpoint]:
+        """Prepare, hold, and resume on every exit (COORD-1).
+
+        Args:
+            timeout_s: of the prepare, and of each later call that gives none of its own.
+            renew_every_s: default: a third of the timeout, at most 10 s.
+
+        Raises:
+            NotPrepared: something blocked until the deadline; everything was resumed.
+            Failed: a participant refused or could not be reached; everything was resumed.
+
+        Cancelled: everything is resumed, shielded, with a deadline.
+        """
+        interval_s = renew_every_s or min(timeout_s / 3, RENEW_INTERVAL_S_MAX)
+        try:
+            prepared = await self.prepare(checkpoint_id, timeout_s=timeout_s)
+            if not prepared.ready:
+                raise NotPrepared(checkpoint_id, prepared.blocking)
+            held = HeldCheckpoint(self, checkpoint_id, directory, timeout_s, prepared)
+            async with open_background() as nursery:
+                nursery.start_soon(held.keep_renewing, interval_s)
+                yield held
+        finally:
+            with trio.move_on_after(RESUME_S_MIN + CLEANUP_S_MAX, shield=True):
+                await self.resume(checkpoint_id, timeout_s=max(RESUME_S_MIN, timeout_s))
+
+    # -- shared -------------------------------------------------------------------------------
+
+    def _request(
+        self, cls: Callable[..., Q], checkpoint_id: CheckpointId, timeout_s: float, **fields: object
+    ) -> Q:
+        return cls(
+            checkpoint_id=checkpoint_id,
+            deadline_ts=self._wall_clock.now_s() + timeout_s,
+            controller_nonce=self.nonce,
+            **fields,
+        )
+
+    async def _send(
+        self,
+        operation: str,
+        members: Sequence[Member],
+        request: ControlRequest,
+        deadline: float,
+        cls: type[R],
+    ) -> dict[str, R]:
+        async def send(member: Member) -> R:
+            return await self._call(member, operation, request, deadline, cls)
+
+        return await everywhere(operation, members, send)
+
+    async def _call(
+        self,
+        member: Member,
+        operation: str,
+        request: ControlRequest,
+        deadline: float,
+        cls: type[R],
+    ) -> R:
+        """Send one call, again after a lost connection: the same id makes that safe (COORD-6)."""
+        assert REPLIES[operation] is cls
+        while True:
+            try:
+                plain = await self._channel.call(member.server, operation, request, deadline)
+                return reply_from_plain(cls, plain)
+            except TransportError:
+                if trio.current_time() + CONTROL_RETRY_DELAY_S >= deadline:
+                    raise
+                await trio.sleep(CONTROL_RETRY_DELAY_S)
+
+
+def _restore_hold(checkpoint_id: CheckpointId, nonce: str) -> CheckpointId:
+    suffix = f".restore-{nonce}"
+    hold = checkpoint_id[: ID_CHARACTERS_MAX - len(suffix)] + suffix
+    assert is_safe_id(hold)
+    return CheckpointId(hold)

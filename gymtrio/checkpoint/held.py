@@ -1,0 +1,82 @@
+"""A checkpoint that every participant holds, as the controller's program sees it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import trio
+
+from gymtrio.checkpoint.members import Failed, LeaseNotProven
+from gymtrio.ids import CheckpointId, EpisodeId
+from gymtrio.wire.control import CommitReply
+
+if TYPE_CHECKING:
+    from gymtrio.checkpoint.coordination import Controller, Prepared
+
+LOG = logging.getLogger(__name__)
+
+
+class HeldCheckpoint:
+    """A checkpoint that every participant holds; made by `Controller.checkpoint`."""
+
+    def __init__(
+        self,
+        controller: Controller,
+        checkpoint_id: CheckpointId,
+        directory: str,
+        timeout_s: float,
+        prepared: Prepared,
+    ) -> None:
+        self.checkpoint_id = checkpoint_id
+        self.directory = directory
+        self.prepared = prepared
+        self._controller = controller
+        self._timeout_s = timeout_s
+
+    async def commit(
+        self,
+        episode_ids: Iterable[EpisodeId],
+        *,
+        timeout_s: float | None = None,
+        stop: bool = False,
+    ) -> dict[str, CommitReply]:
+        """See `Controller.commit`."""
+        return await self._controller.commit(
+            self.checkpoint_id,
+            self.directory,
+            episode_ids,
+            timeout_s=timeout_s or self._timeout_s,
+            stop=stop,
+        )
+
+    async def prove_held(self, *, margin_s: float = 1.0) -> float:
+        """Prove that every participant still holds, so that publishing is safe (HARD-2).
+
+        A lease counts from when the renewal was sent. Call it after the last commit reply; publish
+        while trio's clock is before the returned time.
+
+        Returns:
+            Until when the hold is proven, on trio's clock.
+
+        Raises:
+            LeaseNotProven: a participant let go, or the answer came too late.
+        """
+        proven_until = trio.current_time() + self._timeout_s - margin_s
+        try:
+            await self._controller.renew(self.checkpoint_id, timeout_s=self._timeout_s)
+        except Failed as failed:
+            raise LeaseNotProven(str(failed)) from failed
+        if trio.current_time() >= proven_until:
+            raise LeaseNotProven(f"{self.checkpoint_id}: renewal was answered too late")
+        return proven_until
+
+    async def keep_renewing(self, interval_s: float) -> None:
+        """Renew until cancelled; a renewal that fails is told and tried again."""
+        while True:
+            await trio.sleep(interval_s)
+            try:
+                await self._controller.renew(self.checkpoint_id, timeout_s=self._timeout_s)
+            except Failed as failed:
+                LOG.warning("%s: %s", self.checkpoint_id, failed)

@@ -1,0 +1,87 @@
+"""Everything that belongs to one open checkpoint, so that resume drops it in one assignment."""
+
+from __future__ import annotations
+
+import attrs
+import trio
+
+from gymtrio.checkpoint.jobs import Job
+from gymtrio.checkpoint.phases import Step, advance
+from gymtrio.errors import CheckpointConflict, CheckpointError
+from gymtrio.ids import CheckpointId
+from gymtrio.storage.publication import Publication
+from gymtrio.wire.control import (
+    CommitReply,
+    CommitRequest,
+    ControlRequest,
+    Phase,
+    RestoreReply,
+    RestoreRequest,
+)
+
+Arguments = tuple[object, ...]
+"""What must be equal for a repeated call to be the same call; scope order does not matter
+(CTL-6)."""
+
+
+def commit_arguments(request: CommitRequest) -> Arguments:
+    scope = None if request.episode_ids is None else tuple(sorted(request.episode_ids))
+    return (request.checkpoint_dir, scope, request.stop)
+
+
+def restore_arguments(request: RestoreRequest) -> Arguments:
+    return (request.checkpoint_dir, tuple(sorted(request.episode_ids)))
+
+
+@attrs.define(eq=False, kw_only=True)
+class OpenCheckpoint:
+    """A participant's side of the checkpoint that holds it."""
+
+    checkpoint_id: CheckpointId
+    nonce: str | None
+    """The controller's; whoever sends another one does not hold this (HARD-5)."""
+    lease_expires: float
+    """On trio's clock; only ever raised (CTL-11)."""
+    closed_admission: bool
+    """False for a server that was started closed: a failed restore leaves it so (CTL-14)."""
+    phase: Phase = Phase.IDLE
+    arguments: Arguments | None = None
+    """Of the commit or restore that was begun."""
+    settle: Job[None] | None = None
+    commit: Job[CommitReply] | None = None
+    restore: Job[RestoreReply] | None = None
+    failed: CheckpointError | None = None
+    """A write or sync reported an error: the commit stays failed (HARD-12)."""
+    publication: Publication = attrs.field(factory=Publication)
+    ended: trio.Event = attrs.field(factory=trio.Event)
+
+    def advance(self, step: Step) -> None:
+        self.phase = advance(self.phase, step)
+
+    def check_holder(self, request: ControlRequest) -> None:
+        """
+        Raises:
+            CheckpointConflict: another checkpoint holds, or another controller holds this one.
+        """
+        if request.checkpoint_id != self.checkpoint_id:
+            raise CheckpointConflict(
+                f"{request.checkpoint_id} was asked for while {self.checkpoint_id} is open"
+            )
+        if request.controller_nonce != self.nonce:
+            raise CheckpointConflict(f"{self.checkpoint_id} is held by another controller")
+
+    def check_arguments(self, arguments: Arguments) -> None:
+        """
+        Raises:
+            CheckpointConflict: the operation was begun with other arguments.
+        """
+        if self.arguments is not None and self.arguments != arguments:
+            raise CheckpointConflict(
+                f"{self.checkpoint_id} was begun with another directory or scope"
+            )
+
+    def renew(self, lease_expires: float) -> None:
+        self.lease_expires = max(self.lease_expires, lease_expires)
+
+    def jobs(self) -> list[Job[None] | Job[CommitReply] | Job[RestoreReply]]:
+        return [job for job in (self.settle, self.commit, self.restore) if job is not None]

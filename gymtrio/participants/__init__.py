@@ -1,0 +1,1 @@
+"""The four kinds of participants: importable classes that own checkpointable state."""

@@ -1,0 +1,68 @@
+"""What the four kinds of participants share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, TypeVar
+
+from gymtrio.checkpoint.participant import Settling
+from gymtrio.episodes.admission import Admission
+from gymtrio.episodes.signal import Signal
+from gymtrio.errors import InvalidCheckpointState
+from gymtrio.ids import EpisodeId
+from gymtrio.storage.records import Record
+from gymtrio.strict import MalformedValue
+from gymtrio.wire.codec import pack, unpack
+from gymtrio.wire.control import Kind
+
+T = TypeVar("T")
+
+
+class ParticipantBase:
+    """Gate, bell and the defaults of `gymtrio.checkpoint.participant.Participant`.
+
+    Args:
+        instance: the server's configured name; names its directory in a checkpoint.
+    """
+
+    kind: ClassVar[Kind]
+
+    def __init__(self, instance: str) -> None:
+        self.instance = instance
+        self.admission = Admission()
+        self.changed = Signal()
+
+    def close(self) -> None:
+        self.admission.close()
+
+    def open(self) -> None:
+        self.admission.open()
+
+    async def settle(self, settling: Settling) -> None:
+        """Nothing to do on the way to readiness."""
+
+    def status_fields(self) -> dict[str, object]:
+        return {}
+
+    async def run(self) -> None:
+        await self.admission.run()
+
+
+def make_record(episode_id: EpisodeId, content: object) -> Record:
+    """Encode a participant's record (an attrs value whose opaque state is bytes)."""
+    return Record(episode_id, pack(content))
+
+
+def read_records(cls: type[T], records: Sequence[Record]) -> list[tuple[EpisodeId, T]]:
+    """Decode records strictly.
+
+    Raises:
+        InvalidCheckpointState: one does not hold what it must; the detail names its episode.
+    """
+    read = []
+    for record in records:
+        try:
+            read.append((record.episode_id, unpack(cls, record.payload)))
+        except MalformedValue as error:
+            raise InvalidCheckpointState(f"record of {record.episode_id}: {error}") from None
+    return read

@@ -1,0 +1,133 @@
+"""A deployment in one process: real control planes of all four kinds, and a channel to them.
+
+The channel encodes and decodes every message as the wire does, keeps a log of what was sent, and can
+lose a request, lose a reply, refuse, or hold a call.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from gymtrio.checkpoint.control import Control, open_control
+from gymtrio.checkpoint.coordination import Controller, open_coordination
+from gymtrio.checkpoint.dispatch import parse_request, perform
+from gymtrio.errors import PeerRefused, Refusal, TransportError
+from gymtrio.ports import HostRandomness
+from gymtrio.wire.codec import to_json
+from gymtrio.wire.control import ControlRequest, Kind, reply_to_plain
+from tests.helpers.clocks import FollowingClock
+from tests.helpers.memory_archive import Door, MemoryArchive
+from tests.helpers.plane import GRACE_S
+from tests.helpers.scripted_participant import ScriptedParticipant
+
+SERVERS = {
+    "env": Kind.ENVIRONMENT,
+    "policy": Kind.MODEL,
+    "agent": Kind.AGENT,
+    "tools": Kind.RESOURCES,
+}
+
+
+class FleetChannel:
+    """Implements `gymtrio.checkpoint.coordination.ControlChannel` without a network."""
+
+    def __init__(self) -> None:
+        self.controls: dict[str, Control] = {}
+        self.sent: list[tuple[str, str]] = []
+        """(operation, server), in order of arrival."""
+        self.requests: list[tuple[str, str, ControlRequest | None]] = []
+        self.lost_requests: dict[tuple[str, str], int] = {}
+        """(operation, server) to how many of the next ones never arrive."""
+        self.lost_replies: dict[tuple[str, str], int] = {}
+        self.refusals: dict[tuple[str, str], Refusal] = {}
+        self.absent: set[str] = set()
+        self.doors: dict[tuple[str, str], Door] = {}
+
+    async def call(
+        self, server: str, operation: str, request: ControlRequest | None, deadline: float
+    ) -> object:
+        where = (operation, server)
+        if server in self.absent:
+            raise PeerRefused(server, 404, "not_found", "no such route")
+        self.sent.append(where)
+        self.requests.append((operation, server, request))
+        if self._take(self.lost_requests, where):
+            raise TransportError(f"{server}: connection refused")
+        await self.doors.get(where, Door()).pass_through()
+        try:
+            if where in self.refusals:
+                raise self.refusals[where]
+            plain = await self._serve(server, operation, request)
+        except Refusal as refusal:
+            raise PeerRefused(server, refusal.status, refusal.code, refusal.detail) from None
+        if self._take(self.lost_replies, where):
+            raise TransportError(f"{server}: connection lost before the reply")
+        return plain
+
+    async def _serve(self, server: str, operation: str, request: ControlRequest | None) -> object:
+        control = self.controls[server]
+        if request is None:
+            return json.loads(json.dumps(reply_to_plain(control.status())))
+        reply = await perform(control, operation, parse_request(operation, to_json(request)))
+        return json.loads(json.dumps(reply_to_plain(reply)))
+
+    @staticmethod
+    def _take(counts: dict[tuple[str, str], int], where: tuple[str, str]) -> bool:
+        left = counts.get(where, 0)
+        counts[where] = left - 1
+        return left > 0
+
+    def order(self, operation: str) -> list[str]:
+        return [server for sent, server in self.sent if sent == operation]
+
+
+class Fleet:
+    def __init__(
+        self,
+        controller: Controller,
+        channel: FleetChannel,
+        participants: dict[str, ScriptedParticipant],
+        archive: MemoryArchive,
+        clock: FollowingClock,
+    ) -> None:
+        self.controller = controller
+        self.channel = channel
+        self.participants = participants
+        self.archive = archive
+        self.clock = clock
+
+    def phases(self) -> dict[str, str]:
+        return {name: control.phase.value for name, control in self.channel.controls.items()}
+
+    def closed(self) -> set[str]:
+        return {name for name, p in self.participants.items() if p.admission.closed}
+
+
+@asynccontextmanager
+async def open_fleet(
+    *, archive: MemoryArchive | None = None, recover: bool = False
+) -> AsyncIterator[Fleet]:
+    """Run the four control planes and a controller for as long as the block runs."""
+    channel = FleetChannel()
+    archive = archive or MemoryArchive()
+    clock = FollowingClock()
+    participants = {name: ScriptedParticipant(name, kind=kind) for name, kind in SERVERS.items()}
+    async with AsyncExitStack() as stack:
+        for name, participant in participants.items():
+            channel.controls[name] = await stack.enter_async_context(
+                open_control(
+                    participant,
+                    archive=archive,
+                    wall_clock=clock,
+                    lease_grace_s=GRACE_S,
+                    recover=recover,
+                )
+            )
+        controller = await stack.enter_async_context(
+            open_coordination([*SERVERS], channel, wall_clock=clock, randomness=HostRandomness())
+        )
+        channel.sent.clear()
+        channel.requests.clear()
+        yield Fleet(controller, channel, participants, archive, clock)

@@ -26,4 +26,8 @@ async def open_background() -> AsyncIterator[trio.Nursery]:
             raised = error
         nursery.cancel_scope.cancel()
     if raised is not None:
-        raise raised
+        try:
+            raise raised
+        finally:
+            # An error that refers to its own frame is garbage that only a collection finds.
+            del raised

@@ -465,7 +465,7 @@ class Control:
         running = self._participant.still_running(rollout_ids)
         if running:
             raise RetireIncomplete("still running: " + ", ".join(e.capture_key for e in running))
-        self._participant.admission.fences.forget(rollout_ids)
+        self._participant.forget(rollout_ids)
         return ForgetReply(forgotten=tuple(sorted(set(rollout_ids))))
 
     # -- lease --------------------------------------------------------------------------------

@@ -168,6 +168,10 @@ class Controller:
         self._wall_clock = wall_clock
         self._restores = 0
 
+    def restricted_to(self, members: tuple[Member, ...]) -> Controller:
+        """The same controller for some of the members, to look into what depends on which."""
+        return Controller(members, self._channel, wall_clock=self._wall_clock, nonce=self.nonce)
+
     # -- one operation over many participants -------------------------------------------------
 
     async def status(self, *, timeout_s: float = 10.0) -> dict[str, StatusReply]:

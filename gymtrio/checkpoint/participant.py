@@ -141,6 +141,10 @@ class Participant(Protocol):
         """Attempts of these rollouts that were refused and have not ended (CTL-12)."""
         ...
 
+    def forget(self, rollout_ids: Sequence[RolloutId]) -> None:
+        """One instant: drop everything kept of rollouts of which nothing can arrive any more."""
+        ...
+
     async def run(self) -> None:
         """Background work of the participant, in the owner's nursery; ends when cancelled."""
         ...

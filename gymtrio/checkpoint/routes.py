@@ -12,13 +12,12 @@ from collections.abc import Callable
 
 from quart import Blueprint, Response, request
 
+from gymtrio.checkpoint.access import presents_token
 from gymtrio.checkpoint.control import Control
 from gymtrio.checkpoint.dispatch import parse_request, perform
 from gymtrio.errors import NotFound, Refusal, TooLarge, Unauthorized
 from gymtrio.limits import CONTROL_BODY_BYTES_MAX
 from gymtrio.wire.control import CONTROL_PREFIX, reply_to_plain
-
-_BEARER = "Bearer "
 
 
 def control_blueprint(control: Control, is_token: Callable[[str], bool]) -> Blueprint:
@@ -31,13 +30,7 @@ def control_blueprint(control: Control, is_token: Callable[[str], bool]) -> Blue
 
     @blueprint.before_request
     async def authorize() -> Response | None:
-        presented = request.headers.getlist("authorization")
-        # Two headers could be read differently by two parties on the way.
-        if (
-            len(presented) == 1
-            and presented[0].startswith(_BEARER)
-            and is_token(presented[0].removeprefix(_BEARER))
-        ):
+        if presents_token(request.headers.getlist("authorization"), is_token):
             return None
         return refuse(Unauthorized())
 

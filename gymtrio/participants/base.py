@@ -9,7 +9,7 @@ from gymtrio.checkpoint.participant import Settling
 from gymtrio.episodes.admission import Admission
 from gymtrio.episodes.signal import Signal
 from gymtrio.errors import InvalidCheckpointState
-from gymtrio.ids import EpisodeId
+from gymtrio.ids import EpisodeId, RolloutId
 from gymtrio.storage.records import Record
 from gymtrio.strict import MalformedValue
 from gymtrio.wire.codec import pack, unpack
@@ -43,6 +43,9 @@ class ParticipantBase:
 
     def status_fields(self) -> dict[str, object]:
         return {}
+
+    def forget(self, rollout_ids: Sequence[RolloutId]) -> None:
+        self.admission.fences.forget(rollout_ids)
 
     async def run(self) -> None:
         await self.admission.run()

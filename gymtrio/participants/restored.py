@@ -8,9 +8,10 @@ which it waits, so that any number of crashes in a row keeps it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from operator import itemgetter
 from typing import Generic, TypeVar
 
-from gymtrio.ids import CaptureKey, EpisodeId
+from gymtrio.ids import CaptureKey, EpisodeId, RolloutId
 
 T = TypeVar("T")
 
@@ -19,60 +20,67 @@ class Restored(Generic[T]):
     """Entries by the replacement attempt that may claim them."""
 
     def __init__(self) -> None:
-        self._entries: dict[CaptureKey, tuple[EpisodeId, T]] = {}
+        # By rollout, so that retiring thousands does not scan thousands for each.
+        self._entries: dict[RolloutId, dict[int, T]] = {}
+        self._count = 0
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return self._count
 
     def __contains__(self, episode_id: EpisodeId) -> bool:
-        return episode_id.capture_key in self._entries
+        return episode_id.attempt in self._entries.get(episode_id.rollout_id, {})
 
     def __iter__(self) -> Iterator[tuple[EpisodeId, T]]:
-        """In order of capture key."""
-        return iter(sorted(self._entries.values(), key=lambda entry: entry[0]))
+        """In order of rollout and attempt."""
+        for rollout_id in sorted(self._entries):
+            for attempt, value in sorted(self._entries[rollout_id].items(), key=itemgetter(0)):
+                yield EpisodeId(rollout_id, attempt), value
 
     def waiting(self) -> list[str]:
         """Sorted capture keys, for status."""
-        return sorted(self._entries)
+        return sorted(episode_id.capture_key for episode_id, _ in self)
 
     def put(self, entries: Iterable[tuple[EpisodeId, T]]) -> None:
         """Add entries under their replacement attempts, in one instant."""
-        self._entries.update({e.capture_key: (e, value) for e, value in entries})
+        for episode_id, value in entries:
+            attempts = self._entries.setdefault(episode_id.rollout_id, {})
+            self._count += episode_id.attempt not in attempts
+            attempts[episode_id.attempt] = value
 
     def peek(self, episode_id: EpisodeId) -> T | None:
-        entry = self._entries.get(episode_id.capture_key)
-        return None if entry is None else entry[1]
+        return self._entries.get(episode_id.rollout_id, {}).get(episode_id.attempt)
 
     def claim(self, episode_id: EpisodeId) -> T | None:
         """Hand an entry out, or None: there is none for this attempt."""
-        entry = self._entries.pop(episode_id.capture_key, None)
-        return None if entry is None else entry[1]
+        attempts = self._entries.get(episode_id.rollout_id, {})
+        if episode_id.attempt not in attempts:
+            return None
+        value = attempts.pop(episode_id.attempt)
+        self._count -= 1
+        if not attempts:
+            del self._entries[episode_id.rollout_id]
+        return value
 
     def give_back(self, episode_id: EpisodeId, value: T) -> None:
         """Undo a claim that was not used."""
-        self._entries[episode_id.capture_key] = (episode_id, value)
+        self.put([(episode_id, value)])
 
     def drop(self, episode_ids: Iterable[EpisodeId]) -> list[T]:
         """Remove entries of these very attempts, without leaving a refusal."""
-        dropped = []
-        for episode_id in episode_ids:
-            value = self.claim(episode_id)
-            if value is not None:
-                dropped.append(value)
-        return dropped
+        dropped = (self.claim(episode_id) for episode_id in list(episode_ids))
+        return [value for value in dropped if value is not None]
 
     def drop_up_to(self, episode_id: EpisodeId) -> list[T]:
         """Remove the entries of this rollout up to this attempt: they were retired."""
+        attempts = self._entries.get(episode_id.rollout_id, {})
         return self.drop(
-            [
-                e
-                for e, _ in self._entries.values()
-                if e.rollout_id == episode_id.rollout_id and e.attempt <= episode_id.attempt
-            ]
+            EpisodeId(episode_id.rollout_id, attempt)
+            for attempt in attempts
+            if attempt <= episode_id.attempt
         )
 
     def outside(self, scope: frozenset[CaptureKey] | None) -> list[EpisodeId]:
         """The attempts that a commit of this scope leaves out."""
         if scope is None:
             return []
-        return sorted(e for key, (e, _) in self._entries.items() if key not in scope)
+        return [episode_id for episode_id, _ in self if episode_id.capture_key not in scope]

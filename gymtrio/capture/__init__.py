@@ -1,0 +1,1 @@
+"""What is kept of model calls: fingerprints, ledger rows, tokens, and cuts of calls in flight."""

@@ -1,0 +1,1 @@
+"""The command line. Each command is a module of this package with a `COMMANDS` tuple."""

@@ -1,0 +1,5 @@
+import sys
+
+from gymtrio.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,1 @@
+"""The demo: real rollouts, killed and continued, compared with the same rollouts undisturbed."""

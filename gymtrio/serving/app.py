@@ -1,0 +1,224 @@
+"""A server's ASGI application: opens its service when the ASGI server starts it, and serves it.
+
+Importing a server module makes a `ServerApp` and does nothing else: settings are read, files and
+sockets opened, at lifespan startup. The same application runs under plain Hypercorn, under our own
+launcher, and embedded in somebody's nursery (SET-2, SET-3).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any, Final, Generic
+
+from hypercorn.utils import LifespanFailureError
+
+from gymtrio.background import open_background
+from gymtrio.context import Receive, Scope, Send
+from gymtrio.errors import GymtrioError, SettingsError, Unavailable
+from gymtrio.serving.client import ServerClient
+from gymtrio.serving.controlplane import add_control_routes, open_control_plane
+from gymtrio.serving.deployment import (
+    DEPLOYMENT_VARIABLE,
+    SERVER_VARIABLE,
+    Deployment,
+    DeploymentDirectory,
+    load_deployment,
+    parse_deployment,
+)
+from gymtrio.serving.dispatch import Dispatcher, Routes, answer_refusal
+from gymtrio.serving.framework import Identity, build_framework, framework_takes
+from gymtrio.serving.host import HostPorts, OpenService, S, ServiceHost
+from gymtrio.serving.lifespan import open_lifespan
+from gymtrio.serving.pool import open_pool
+from gymtrio.settings import Secret, load_settings
+from gymtrio.wire.control import Kind
+
+STATE_DIR_DEFAULT: Final = ".gymtrio/state"
+_SECRET_BYTES: Final = 32
+
+_log = logging.getLogger(__name__)
+
+
+class ServerApp(Generic[S]):
+    """The ASGI application that a server module exports as `app`.
+
+    Args:
+        kind: what sort of server it is.
+        default_instance: its name when no deployment gives it one.
+        settings_class: frozen attrs class of the server's own settings.
+        open_service: opens what answers requests; left when the server stops.
+    """
+
+    def __init__(
+        self,
+        *,
+        kind: Kind | str,
+        default_instance: str,
+        settings_class: type[S],
+        open_service: OpenService[S],
+    ) -> None:
+        self.kind = Kind(kind)
+        self.default_instance = default_instance
+        self.settings_class = settings_class
+        self.open_service = open_service
+        self._running: Dispatcher | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+        elif self._running is None:
+            await answer_refusal(Unavailable("this server has not started"), scope, receive, send)
+        else:
+            await self._running(scope, receive, send)
+
+    def stop_accepting(self) -> None:
+        """Refuse new work from now on; what runs goes on, `/ready` says so."""
+        if self._running is not None:
+            self._running.accepting = False
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        """Keep the service open between the server's startup and shutdown messages.
+
+        Raises:
+            LifespanFailureError: the service failed. The one error that Hypercorn does not take for
+                an application without lifespan support: it ends the server.
+        """
+        await receive()
+        started = False
+        failure: ExceptionGroup[Exception] | None = None
+        try:
+            deployment, name = _deployment_of_environment(self.default_instance)
+            async with open_asgi(self, deployment=deployment, name=name) as running:
+                self._running = running
+                await send({"type": "lifespan.startup.complete"})
+                started = True
+                await receive()
+                running.accepting = False
+        except* Exception as errors:  # noqa: BLE001 - the edge: whatever it is ends the server
+            failure = errors
+        finally:
+            self._running = None
+        if failure is None:
+            await send({"type": "lifespan.shutdown.complete"})
+            return
+        what = _first_line(failure)
+        _log.critical("%s: %s", self.default_instance, what, exc_info=_unexpected(failure))
+        if started:
+            raise LifespanFailureError("service", what) from failure
+        await send({"type": "lifespan.startup.failed", "message": what})
+
+
+@asynccontextmanager
+async def open_asgi(
+    server_app: ServerApp[Any],
+    *,
+    deployment: Deployment | None = None,
+    name: str | None = None,
+    ports: HostPorts | None = None,
+) -> AsyncIterator[Dispatcher]:
+    """Open a server without sockets: the path that every way of serving takes (SET-3).
+
+    Args:
+        server_app: may be open several times in one process, under different names.
+        deployment: None: no other servers, checkpointing off.
+        name: the server's entry in the deployment; None: the kind's default name.
+        ports: None: those of this machine.
+
+    Yields:
+        The ready ASGI application (for `http` scopes).
+
+    Raises:
+        SettingsError: the deployment and the server's own settings do not fit.
+        ExceptionGroup: a background task of the service failed; the block was cancelled for it.
+    """
+    deployment = deployment or Deployment()
+    ports = ports or HostPorts()
+    name = name or server_app.default_instance
+    settings = _settings_of(server_app, deployment, name)
+    async with AsyncExitStack() as stack:
+        transport = ports.transport
+        if transport is None:
+            transport = await stack.enter_async_context(open_pool(deployment.client))
+        directory = ports.directory or DeploymentDirectory(deployment)
+        secret = (
+            deployment.session_secret
+            or deployment.checkpoint.control_auth_token
+            or Secret(ports.randomness.hex(_SECRET_BYTES))
+        )
+        host = ServiceHost(
+            nursery=await stack.enter_async_context(open_background()),
+            settings=settings,
+            instance=name,
+            client=ServerClient(directory, transport, deployment.client),
+            wall_clock=ports.wall_clock,
+            randomness=ports.randomness,
+            disk=ports.disk,
+            checkpoint=deployment.checkpoint,
+            session_secret=secret,
+            state_dir=Path(deployment.state_dir or STATE_DIR_DEFAULT) / name,
+            deployment=deployment,
+        )
+        service = await stack.enter_async_context(server_app.open_service(host))
+        control = await stack.enter_async_context(
+            open_control_plane(service.participant, deployment.checkpoint, ports)
+        )
+
+        def not_ready() -> str | None:
+            if not dispatcher.accepting:
+                return "shutting down"
+            if control is not None and control.status().awaiting_restore:
+                return "waiting to be restored"
+            return None
+
+        framework: Any = build_framework(
+            Identity(kind=server_app.kind.value, instance=name), not_ready
+        )
+        if control is not None:
+            add_control_routes(framework, control, deployment.checkpoint)
+        if service.add_routes is not None:
+            service.add_routes(framework)
+        takes = framework_takes(framework, service.add_routes is not None)
+        dispatcher = Dispatcher(Routes(service.routes, service.fallback, framework, takes))
+        await stack.enter_async_context(open_lifespan(framework))
+        yield dispatcher
+
+
+def _settings_of(server_app: ServerApp[S], deployment: Deployment, name: str) -> S:
+    where = f"servers.{name}"
+    if name not in deployment.servers:
+        if deployment.servers:
+            deployment.entry(name)
+        return load_settings(server_app.settings_class, {}, f"{where}.settings")
+    entry = deployment.servers[name]
+    if entry.known_kind is not server_app.kind:
+        known = entry.known_kind.value if entry.known_kind is not None else "unknown"
+        raise SettingsError(
+            f"{where}: its kind is {known}, but {entry.app} is of kind {server_app.kind.value}"
+        )
+    return load_settings(server_app.settings_class, entry.settings, f"{where}.settings")
+
+
+def _deployment_of_environment(default_name: str) -> tuple[Deployment, str]:
+    path = os.environ.get(DEPLOYMENT_VARIABLE)
+    name = os.environ.get(SERVER_VARIABLE, default_name)
+    if path is None:
+        return parse_deployment({}, where="environment", environment=os.environ), name
+    return load_deployment(path, os.environ), name
+
+
+def _unexpected(errors: BaseExceptionGroup[Any]) -> BaseException | None:
+    """What deserves a traceback: a wrong setting is told in one line."""
+    return errors.split(GymtrioError)[1]
+
+
+def _first_line(errors: BaseException) -> str:
+    while isinstance(errors, BaseExceptionGroup):
+        errors = errors.exceptions[0]
+    text = str(errors) or type(errors).__name__
+    if not isinstance(errors, GymtrioError):
+        text = f"{type(errors).__name__}: {text}"
+    return text

@@ -1,0 +1,445 @@
+"""How a server calls another one: by its name in the deployment, on behalf of the current episode.
+
+The client decides what is asked (path, prefix, headers, deadline); a `Transport` carries it, over
+sockets (`gymtrio.serving.pool`) or inside the process (`gymtrio.serving.inprocess`).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from typing import Final, Protocol
+from urllib.parse import quote, urlsplit
+
+import attrs
+import trio
+
+from gymtrio.context import ROLLOUT_PREFIX, RolloutContext, current_context
+from gymtrio.errors import InvalidRequest, PeerRefused, SettingsError, TransportError
+from gymtrio.limits import DATA_BODY_BYTES_MAX, DEADLINE_AHEAD_S_MAX
+from gymtrio.serving.http import (
+    Headers,
+    HeadersLike,
+    as_headers,
+    cookie_header,
+    cookies_set_by,
+    dump_json,
+    first_header,
+    parse_json,
+)
+
+MODEL_ROUTES: Final = frozenset({"/v1/responses", "/v1/chat/completions", "/v1/messages"})
+"""What a policy model is called under; these carry the rollout prefix (ID-5)."""
+
+IDEMPOTENT_METHODS: Final = frozenset({"GET", "HEAD", "PUT", "DELETE", "OPTIONS"})
+"""Methods that by their definition may be sent twice (RFC 9110, section 9.2.2)."""
+
+_TARGET_SAFE: Final = "/:?#[]@!$&'()*+,;=%~"
+_ERROR_SHOWN_CHARACTERS_MAX: Final = 500
+
+
+class _Current(enum.Enum):
+    CONTEXT = enum.auto()
+
+
+CURRENT: Final = _Current.CONTEXT
+"""The context of the running task, whatever it is at the time of the call."""
+
+
+class CallTimedOut(TransportError):
+    """The deadline of a call passed before its reply was whole."""
+
+
+class Lane(enum.Enum):
+    """Which connections a call may use: parked data calls never hold up control calls (COORD-5)."""
+
+    DATA = "data"
+    CONTROL = "control"
+
+
+def _count(instance: object, attribute: attrs.Attribute[int], value: int) -> None:
+    if value < 0:
+        raise ValueError(f"{attribute.name} must not be negative (0: unlimited), got {value}")
+
+
+def _seconds(instance: object, attribute: attrs.Attribute[float], value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"{attribute.name} must be more than 0 seconds, got {value}")
+
+
+@attrs.frozen(kw_only=True)
+class ClientSettings:
+    """The `client` block of a deployment: bounds of outgoing calls."""
+
+    data_connections_max: int = attrs.field(default=4096, validator=_count)
+    """Per called server; calls beyond it wait. 0: unlimited."""
+    control_connections_max: int = attrs.field(default=16, validator=_count)
+    """Per called server, besides the data connections. 0: unlimited."""
+    connect_timeout_s: float = attrs.field(default=10.0, validator=_seconds)
+    data_timeout_s: float = attrs.field(default=DEADLINE_AHEAD_S_MAX, validator=_seconds)
+    """Deadline of a data call that names none. Long, because a call may be parked by a checkpoint."""
+    control_timeout_s: float = attrs.field(default=60.0, validator=_seconds)
+    """Deadline of a control call that names none."""
+    idle_s_max: float = attrs.field(default=30.0, validator=_seconds)
+    """An idle connection is closed after this; must stay below the servers' own keep-alive (75 s)."""
+    reply_bytes_max: int = attrs.field(default=DATA_BODY_BYTES_MAX, validator=_count)
+
+
+@attrs.frozen
+class Origin:
+    """Where connections go."""
+
+    host: str
+    port: int
+    tls: bool = False
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        default = 443 if self.tls else 80
+        return host if self.port == default else f"{host}:{self.port}"
+
+
+@attrs.frozen
+class Peer:
+    """A server that can be called."""
+
+    name: str
+    """For messages: its name in the deployment, or its URL."""
+    origin: Origin
+    base_path: str = ""
+    """Put before every path; without a slash at its end."""
+    carries_context: bool = False
+    """Every call to it carries the rollout prefix: it is a resources server (ID-5)."""
+
+    @property
+    def url(self) -> str:
+        scheme = "https" if self.origin.tls else "http"
+        return f"{scheme}://{self.origin}{self.base_path}"
+
+
+def peer_of_url(url: str, *, name: str | None = None, carries_context: bool = False) -> Peer:
+    """Take a base URL apart.
+
+    Raises:
+        SettingsError: it is not an http or https URL with a host.
+    """
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise SettingsError(f"{url!r} is not a URL: {error}") from None
+    # Not `parts.hostname`, which folds case: in process, hosts are server names.
+    host = parts.netloc.rpartition("@")[2]
+    host = host[1 : host.index("]")] if host.startswith("[") else host.partition(":")[0]
+    if parts.scheme not in {"http", "https"} or not host:
+        raise SettingsError(f"{url!r} is not an http or https URL")
+    tls = parts.scheme == "https"
+    origin = Origin(host, (443 if tls else 80) if port is None else port, tls)
+    return Peer(name or url, origin, parts.path.rstrip("/"), carries_context)
+
+
+class Directory(Protocol):
+    """Knows the servers of a deployment."""
+
+    def find(self, server: str) -> Peer:
+        """Resolve the name of a server, or a base URL.
+
+        Raises:
+            SettingsError: there is no such server, or its address is not known.
+        """
+        ...
+
+
+@attrs.frozen
+class Outgoing:
+    """One request as a transport sends it; `content-length` and `host` are the transport's."""
+
+    method: str
+    target: str
+    """Path and query, percent-encoded."""
+    headers: Headers
+    body: bytes
+    repeatable: bool
+    """It may be sent a second time when a reused connection turns out to be dead."""
+
+
+class Incoming(Protocol):
+    """A reply whose head has arrived."""
+
+    @property
+    def status(self) -> int: ...
+
+    @property
+    def headers(self) -> Headers: ...
+
+    async def receive_some(self) -> bytes:
+        """The next piece of the body; empty at its end.
+
+        Raises:
+            TransportError: the connection ended before the body was whole.
+        """
+        ...
+
+
+class Transport(Protocol):
+    """Carries requests to origins."""
+
+    def exchange(
+        self, origin: Origin, outgoing: Outgoing, lane: Lane
+    ) -> AbstractAsyncContextManager[Incoming]:
+        """Send a request and enter once the head of its reply has come.
+
+        Leaving the block before the body was read whole, or by cancellation, tells the peer that the
+        caller is gone; a whole reply keeps the connection for others.
+
+        Raises:
+            TransportError: the peer cannot be reached, or ended the connection early.
+
+        Cancelled: no connection and no place in the lane stays taken.
+        """
+        ...
+
+
+@attrs.frozen
+class Reply:
+    """A whole reply, of whatever status."""
+
+    status: int
+    headers: Headers
+    body: bytes
+    where: str = ""
+    """Which call this answers, for messages: `POST counter/verify`."""
+
+    def header(self, name: str) -> str | None:
+        """The first value of a header, or None."""
+        return first_header(self.headers, name)
+
+    def json(self) -> object:
+        """
+        Raises:
+            TransportError: the body is not JSON.
+        """
+        try:
+            return parse_json(self.body, "reply")
+        except InvalidRequest as error:
+            raise TransportError(f"{self.where}: {error.detail}") from None
+
+    def cookies(self) -> dict[str, str]:
+        """The cookies that this reply sets."""
+        return cookies_set_by(self.headers)
+
+    def raise_for_status(self) -> Reply:
+        """Itself, when the status is 2xx.
+
+        Raises:
+            PeerRefused: it is not; carries the peer's code and detail where it gave them.
+        """
+        if 200 <= self.status < 300:
+            return self
+        code, detail = self._error()
+        raise PeerRefused(self.where, self.status, code, detail)
+
+    def _error(self) -> tuple[str | None, str]:
+        try:
+            value = self.json()
+        except TransportError:
+            value = None
+        error = value.get("error") if isinstance(value, dict) else None
+        if isinstance(error, dict):
+            code, detail = error.get("code"), error.get("detail", error.get("message"))
+            return (
+                code if isinstance(code, str) else None,
+                str(detail)[:_ERROR_SHOWN_CHARACTERS_MAX],
+            )
+        return None, self.body[:_ERROR_SHOWN_CHARACTERS_MAX].decode("utf-8", "replace")
+
+
+class _Chunks:
+    # Not a generator: one that is left in the middle must be closed by whoever left it.
+    def __init__(self, incoming: Incoming) -> None:
+        self._incoming = incoming
+
+    def __aiter__(self) -> _Chunks:
+        return self
+
+    async def __anext__(self) -> bytes:
+        chunk = await self._incoming.receive_some()
+        if not chunk:
+            raise StopAsyncIteration
+        return chunk
+
+
+class StreamedReply:
+    """A reply that is read while it arrives; valid inside the block that opened it."""
+
+    def __init__(self, incoming: Incoming, where: str) -> None:
+        self._incoming = incoming
+        self.where = where
+        self.status = incoming.status
+        self.headers = incoming.headers
+
+    def header(self, name: str) -> str | None:
+        """The first value of a header, or None."""
+        return first_header(self.headers, name)
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        """The body, piece by piece, as it comes. It may be iterated once.
+
+        Raises:
+            TransportError: while iterating: the connection ended before the body was whole.
+        """
+        return _Chunks(self._incoming)
+
+    async def read(self, bytes_max: int) -> Reply:
+        """The rest of the body at once.
+
+        Raises:
+            TransportError: it is over `bytes_max`, or the connection ended early.
+        """
+        parts: list[bytes] = []
+        size = 0
+        while chunk := await self._incoming.receive_some():
+            size += len(chunk)
+            if size > bytes_max:
+                raise TransportError(f"{self.where}: reply over the limit of {bytes_max} bytes")
+            parts.append(chunk)
+        return Reply(self.status, self.headers, b"".join(parts), self.where)
+
+
+class ServerClient:
+    """Calls servers by name. Owns nothing: whoever opened the transport closes it."""
+
+    def __init__(
+        self, directory: Directory, transport: Transport, settings: ClientSettings | None = None
+    ) -> None:
+        self._directory = directory
+        self._transport = transport
+        self._settings = settings or ClientSettings()
+
+    def url_of(self, server: str) -> str:
+        """The base URL of a server, to hand to somebody else.
+
+        Raises:
+            SettingsError: see `Directory.find`.
+        """
+        return self._directory.find(server).url
+
+    async def request(
+        self,
+        server: str,
+        method: str,
+        path: str,
+        *,
+        json: object = None,
+        body: bytes | None = None,
+        headers: HeadersLike = (),
+        cookies: Mapping[str, str] | None = None,
+        context: RolloutContext | None | _Current = CURRENT,
+        control: bool = False,
+        deadline: float | None = None,
+        idempotency_key: str | None = None,
+    ) -> Reply:
+        """Call a server and read its whole reply, whatever its status.
+
+        Args:
+            server: a name of the deployment, or a base URL.
+            path: with its query, starting with a slash; put behind the base URL's own path.
+            json: sent as the JSON body; None sends `body`, or no body.
+            context: the episode this call is for. Its prefix is put before the path when `server` is
+                a resources server or `path` is a model route (ID-5). None: on nobody's behalf.
+            control: use the connections reserved for control calls.
+            deadline: absolute, on the clock of `trio.current_time()`. None: that of the settings.
+            idempotency_key: sent as a header; it makes the call repeatable, see `Outgoing.repeatable`.
+
+        Raises:
+            TransportError: no whole reply came (`CallTimedOut`: not before the deadline).
+            SettingsError: the server is not known.
+
+        Cancelled: the peer is told, its handler is cancelled.
+        """
+        async with self.stream(
+            server,
+            method,
+            path,
+            json=json,
+            body=body,
+            headers=headers,
+            cookies=cookies,
+            context=context,
+            control=control,
+            deadline=deadline,
+            idempotency_key=idempotency_key,
+        ) as reply:
+            return await reply.read(self._settings.reply_bytes_max)
+
+    @asynccontextmanager
+    async def stream(
+        self,
+        server: str,
+        method: str,
+        path: str,
+        *,
+        json: object = None,
+        body: bytes | None = None,
+        headers: HeadersLike = (),
+        cookies: Mapping[str, str] | None = None,
+        context: RolloutContext | None | _Current = CURRENT,
+        control: bool = False,
+        deadline: float | None = None,
+        idempotency_key: str | None = None,
+    ) -> AsyncIterator[StreamedReply]:
+        """As `request`, but entered with the head of the reply; the deadline covers the whole block."""
+        peer = self._directory.find(server)
+        where = f"{method} {peer.name}{path}"
+        outgoing = Outgoing(
+            method=method,
+            target=_target(peer, path, current_context() if context is CURRENT else context),
+            headers=_headers(headers, cookies, json is not None, idempotency_key),
+            body=dump_json(json) if json is not None else body or b"",
+            repeatable=idempotency_key is not None or method in IDEMPOTENT_METHODS,
+        )
+        lane = Lane.CONTROL if control else Lane.DATA
+        with self._by(deadline, control, where):
+            try:
+                async with self._transport.exchange(peer.origin, outgoing, lane) as incoming:
+                    yield StreamedReply(incoming, where)
+            except TransportError as error:
+                if str(error).startswith(where):
+                    raise
+                raise type(error)(f"{where}: {error}") from error
+
+    @contextmanager
+    def _by(self, deadline: float | None, control: bool, where: str) -> Iterator[None]:
+        if deadline is None:
+            settings = self._settings
+            allowed_s = settings.control_timeout_s if control else settings.data_timeout_s
+            deadline = trio.current_time() + allowed_s
+        with trio.CancelScope(deadline=deadline) as scope:
+            yield
+        if scope.cancelled_caught:
+            raise CallTimedOut(f"{where}: no reply before the deadline")
+
+
+def _target(peer: Peer, path: str, context: RolloutContext | None) -> str:
+    target = peer.base_path + path
+    carries = peer.carries_context or path.partition("?")[0] in MODEL_ROUTES
+    if carries and context is not None and not target.startswith(ROLLOUT_PREFIX):
+        target = context.path(target)
+    return quote(target, safe=_TARGET_SAFE)
+
+
+def _headers(
+    headers: HeadersLike,
+    cookies: Mapping[str, str] | None,
+    is_json: bool,
+    idempotency_key: str | None,
+) -> Headers:
+    made = list(as_headers(headers))
+    if cookies:
+        made.append(cookie_header(cookies))
+    if is_json:
+        made.append((b"content-type", b"application/json"))
+    if idempotency_key is not None:
+        made.append((b"idempotency-key", idempotency_key.encode("ascii")))
+    return tuple(made)

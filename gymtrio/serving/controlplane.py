@@ -1,0 +1,56 @@
+"""The checkpoint control plane of a server: there when checkpointing is enabled, else nothing."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from quart_trio import QuartTrio
+
+from gymtrio.checkpoint.archive import Archive
+from gymtrio.checkpoint.control import Control, open_control
+from gymtrio.checkpoint.directory_archive import DirectoryArchive
+from gymtrio.checkpoint.participant import Participant
+from gymtrio.checkpoint.routes import control_blueprint
+from gymtrio.serving.host import HostPorts
+from gymtrio.settings import CheckpointSettings
+from gymtrio.storage.root import CheckpointRoot
+
+
+@asynccontextmanager
+async def open_control_plane(
+    participant: Participant | None, settings: CheckpointSettings, ports: HostPorts
+) -> AsyncIterator[Control | None]:
+    """Own the participant for the block.
+
+    Yields:
+        None when the server takes no part: nothing is installed and nothing recorded (SET-1).
+
+    Raises:
+        SettingsError: the root for checkpoints is not there.
+    """
+    if participant is None or not settings.enabled:
+        yield None
+        return
+    async with open_control(
+        participant,
+        archive=ports.archive or await _archive_on_disk(settings, ports),
+        wall_clock=ports.wall_clock,
+        lease_grace_s=settings.lease_grace_seconds,
+        recover=settings.recover,
+    ) as control:
+        yield control
+
+
+async def _archive_on_disk(settings: CheckpointSettings, ports: HostPorts) -> Archive:
+    assert settings.root is not None, "checked when the deployment was read"
+    root = CheckpointRoot(settings.root)
+    await root.check(ports.disk)
+    return DirectoryArchive(ports.disk, root, ports.randomness)
+
+
+def add_control_routes(app: QuartTrio, control: Control, settings: CheckpointSettings) -> None:
+    """Serve the control plane below its prefix, to whoever has the token (CTL-1, CTL-2)."""
+    token = settings.control_auth_token
+    assert token is not None, "checked when the deployment was read"
+    app.register_blueprint(control_blueprint(control, token.matches))

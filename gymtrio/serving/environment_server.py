@@ -1,0 +1,241 @@
+"""What environment servers share: `POST /run` around an episode protocol.
+
+A protocol is an async function from an `EpisodeRun` to the result; everything around it is here:
+admission, the restored boundary, the deadline, clean-ups, and the reply. A rollout that failed is
+data: it travels as `failure` in a 200 reply. What is refused (a stale attempt, another task) is an
+HTTP error.
+
+With checkpointing off the same protocol runs with steps that record nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final, TypeAlias
+
+import attrs
+import trio
+
+from gymtrio.context import RolloutContext, rollout_context
+from gymtrio.episodes.cleanups import Cleanups
+from gymtrio.episodes.episode import Episode, EpisodeTimedOut
+from gymtrio.episodes.steps import Steps, Unrecorded
+from gymtrio.errors import (
+    GymtrioError,
+    InvalidRequest,
+    PeerRefused,
+    SettingsError,
+    TransportError,
+)
+from gymtrio.participants.digest import json_digest
+from gymtrio.participants.environment import EnvironmentParticipant
+from gymtrio.serving.http import Handler, Request, Response, json_response
+from gymtrio.serving.relayed import checkpoint_refusal, delivering, is_retryable
+from gymtrio.serving.workers import only_one_worker
+from gymtrio.strict import MalformedValue, structure, unstructure
+from gymtrio.wire.native import ADMISSION_HEADER, EpisodeFailure, RunRequest
+
+FAILURE_CHARACTERS_MAX: Final = 2000
+"""A reason is read by people; what a peer said may be megabytes."""
+
+
+def _positive(instance: object, attribute: attrs.Attribute[Any], value: float | None) -> None:
+    if value is not None and not value > 0:
+        raise ValueError(f"{attribute.name} must be more than 0 seconds, got {value}")
+
+
+@attrs.frozen(kw_only=True)
+class EnvironmentSettings:
+    """What every environment server can be told."""
+
+    num_workers: int = attrs.field(default=1, validator=only_one_worker)
+    """More than one is refused (ENV-7)."""
+    episode_timeout_s: float | None = attrs.field(default=None, validator=_positive)
+    """Time an episode may run, parked time not counted; None: no limit."""
+    capture_tokens: bool = False
+    """Ask for token capture for every episode, also when its `/run` did not."""
+
+
+class EpisodeFailed(GymtrioError):
+    """The rollout failed; becomes the `failure` of its reply."""
+
+    def __init__(self, stage: str, reason: str, *, terminal: bool) -> None:
+        super().__init__(f"{stage}: {reason}")
+        self.failure = EpisodeFailure(
+            failure_reason=reason[:FAILURE_CHARACTERS_MAX], terminal=terminal, stage=stage
+        )
+
+
+@contextmanager
+def failing_as(stage: str) -> Iterator[None]:
+    """Turn what a call to another server raises into what it means for the episode.
+
+    A refusal that the checkpoint protocol knows (a stale attempt) goes through to the caller, which
+    knows what to do about it; everything else fails the episode at `stage`.
+
+    Raises:
+        EpisodeFailed, Refusal: in place of what the block raised.
+    """
+    try:
+        yield
+    except PeerRefused as error:
+        known = checkpoint_refusal(error.code, error.detail)
+        if known is not None:
+            raise known from error
+        terminal = not is_retryable(error.status)
+        raise EpisodeFailed(stage, str(error), terminal=terminal) from error
+    except TransportError as error:
+        raise EpisodeFailed(stage, str(error), terminal=False) from error
+    except (SettingsError, MalformedValue) as error:
+        raise EpisodeFailed(stage, str(error), terminal=True) from error
+
+
+@attrs.frozen
+class EpisodeRun:
+    """One episode, as its protocol sees it."""
+
+    request: RunRequest
+    steps: Steps
+    cleanups: Cleanups
+    """Run when the protocol has returned or raised."""
+    context: RolloutContext
+    """The current one of the protocol's task; clean-ups may run in another."""
+
+
+EpisodeProtocol: TypeAlias = Callable[[EpisodeRun], Awaitable[dict[str, object]]]
+"""Runs an episode from `steps.continuation`.
+
+Raises:
+    EpisodeFailed: the rollout failed.
+    Refusal: the caller is told so by an HTTP error.
+"""
+
+
+def parse_run(body: object) -> RunRequest:
+    """Read the body of a `/run`.
+
+    A task's own fields may stand beside `responses_create_params`, as in rows; they are task data.
+
+    Raises:
+        InvalidRequest, InvalidRolloutId
+    """
+    try:
+        return structure(RunRequest, _with_task_data(body))
+    except MalformedValue as error:
+        raise InvalidRequest(str(error)) from None
+
+
+def _with_task_data(body: object) -> object:
+    if not isinstance(body, Mapping) or not isinstance(body.get("task"), Mapping):
+        return body
+    task = body["task"]
+    task_input = task.get("task_input")
+    if not isinstance(task_input, Mapping):
+        return body
+    named = {"responses_create_params", "task_data"}
+    flat = {key: value for key, value in task_input.items() if key not in named}
+    task_data = task_input.get("task_data", {})
+    if not flat or not isinstance(task_data, Mapping):
+        return body
+    merged = {key: value for key, value in task_input.items() if key in named}
+    merged["task_data"] = {**flat, **task_data}
+    return {**body, "task": {**task, "task_input": merged}}
+
+
+class EnvironmentServer:
+    """The routes of an environment server.
+
+    Args:
+        participant: None: checkpointing is off.
+    """
+
+    def __init__(
+        self,
+        protocol: EpisodeProtocol,
+        settings: EnvironmentSettings,
+        participant: EnvironmentParticipant | None,
+    ) -> None:
+        self.participant = participant
+        self._protocol = protocol
+        self._settings = settings
+
+    @property
+    def routes(self) -> dict[tuple[str, str], Handler]:
+        return {("POST", "/run"): self.run}
+
+    async def run(self, request: Request) -> Response:
+        """Serve one `/run`."""
+        run = parse_run(request.json())
+        refuse = request.header(ADMISSION_HEADER) == "refuse"
+        asked = request.context is not None and request.context.capture_tokens
+        context = RolloutContext(run.episode_id, asked or self._settings.capture_tokens)
+        participant = self.participant
+        with rollout_context(context):
+            if participant is None:
+                return await self._answer(run, partial(self._run_unrecorded, run, context))
+            work = partial(self._run_recorded, participant, run, context, refuse)
+            return await delivering(
+                partial(self._answer, run, work), partial(participant.deliver, run.episode_id)
+            )
+
+    async def _answer(
+        self, run: RunRequest, work: Callable[[], Awaitable[dict[str, object]]]
+    ) -> Response:
+        try:
+            return json_response(await work())
+        except EpisodeTimedOut as error:
+            failure = EpisodeFailure(failure_reason=str(error), terminal=False, stage="timeout")
+            return json_response(_reply(run, failure=failure))
+
+    async def _run_recorded(
+        self,
+        participant: EnvironmentParticipant,
+        run: RunRequest,
+        context: RolloutContext,
+        refuse: bool,
+    ) -> dict[str, object]:
+        def body(episode: Episode) -> Awaitable[dict[str, object]]:
+            return self._episode(run, context, episode, partial(participant.clean_up, episode))
+
+        digest = json_digest(unstructure(run.task))
+        timeout_s = self._settings.episode_timeout_s
+        return await participant.run_episode(run.episode_id, digest, body, timeout_s, refuse=refuse)
+
+    async def _run_unrecorded(self, run: RunRequest, context: RolloutContext) -> dict[str, object]:
+        timeout_s = self._settings.episode_timeout_s
+        with trio.move_on_after(math.inf if timeout_s is None else timeout_s):
+            return await self._episode(run, context, Unrecorded(), Cleanups.run)
+        raise EpisodeTimedOut(f"{run.episode_id} timed out after {timeout_s:g} s")
+
+    async def _episode(
+        self,
+        run: RunRequest,
+        context: RolloutContext,
+        steps: Steps,
+        clean_up: Callable[[Cleanups], Awaitable[None]],
+    ) -> dict[str, object]:
+        cleanups = Cleanups(run.episode_id.capture_key)
+        try:
+            result = await self._protocol(EpisodeRun(run, steps, cleanups, context))
+            return _reply(run, result=result)
+        except EpisodeFailed as failed:
+            return _reply(run, failure=failed.failure)
+        finally:
+            await clean_up(cleanups)
+
+
+def _reply(
+    run: RunRequest,
+    *,
+    result: dict[str, object] | None = None,
+    failure: EpisodeFailure | None = None,
+) -> dict[str, object]:
+    outcome = {"result": result} if failure is None else {"failure": unstructure(failure)}
+    return {
+        "episode_id": unstructure(run.episode_id),
+        "task_id": unstructure(run.task.task_id),
+        **outcome,
+    }

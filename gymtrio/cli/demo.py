@@ -57,7 +57,12 @@ def _show(arguments: argparse.Namespace, directory: Path) -> int:
     # Imported here: what it needs comes with the extra `demo`.
     from rich.console import Console  # noqa: PLC0415
 
-    from gymtrio.cli.demonstration.display import Screen, rollout_table, times_line  # noqa: PLC0415
+    from gymtrio.cli.demonstration.display import (  # noqa: PLC0415
+        Screen,
+        legend,
+        rollout_table,
+        times_told,
+    )
     from gymtrio.cli.demonstration.scenario import Scenario  # noqa: PLC0415
 
     console = Console()
@@ -71,7 +76,8 @@ def _show(arguments: argparse.Namespace, directory: Path) -> int:
         )
         outcome = trio.run(scenario.run)
     console.print(rollout_table(outcome))
-    console.print(times_line(outcome), highlight=False)
+    console.print(legend(), style="dim", highlight=False)
+    console.print(times_told(outcome), highlight=False)
     if arguments.keep is not None:
         console.print(f"logs, tokens and the checkpoint are in {directory}", highlight=False)
     if outcome.equal:

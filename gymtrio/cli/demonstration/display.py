@@ -56,15 +56,15 @@ def _line(rollout_id: RolloutId, progress: Progress) -> Text:
 
 
 _LEGEND: Final = """\
-turns, tokens: model calls and generated tokens that the checkpoint held; cut: tokens of the
-generation in flight that were continued; saved: model calls not made again. = : as in the
-undisturbed run. calls: every model call with the same request; ids: every prompt id, generated
-id and log-prob, bit for bit; text: the transcript; tools: every tool output."""
+turns, tokens, cut: what the checkpoint held; cut is of the generation in flight
+saved: model calls that were not made again after the kill
+= as in the undisturbed run; calls: every request; ids: every prompt id,
+generated id and log-prob; text: the transcript; tools: every tool output"""
 
 
 def rollout_table(outcome: Outcome) -> Table:
     """One row per rollout: what the checkpoint held, and whether both runs are the same."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), caption=_LEGEND, caption_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.add_column("rollout", no_wrap=True)
     for name in ("turns", "tokens", "cut", "saved"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -76,6 +76,11 @@ def rollout_table(outcome: Outcome) -> Table:
     return table
 
 
+def legend() -> str:
+    """What the columns mean."""
+    return _LEGEND
+
+
 def _cells(rollout: RolloutOutcome) -> list[str]:
     saved, same = rollout.saved, rollout.comparison
     total = len(rollout.undisturbed.calls)
@@ -84,7 +89,7 @@ def _cells(rollout: RolloutOutcome) -> list[str]:
             str(saved.calls),
             str(saved.tokens),
             str(saved.continued_tokens or "-"),
-            f"{saved.calls} of {total}",
+            f"{saved.calls}/{total}",
         ]
         if rollout.killed
         else ["done", "-", "-", "-"]
@@ -105,7 +110,7 @@ def _mark(equal: bool) -> str:
     return "[green]=[/green]" if equal else "[bold red]≠[/bold red]"
 
 
-def times_line(outcome: Outcome) -> str:
+def times_told(outcome: Outcome) -> str:
     """The times of the checkpoint and of the way back."""
     times = outcome.times
     parts = [
@@ -115,4 +120,4 @@ def times_line(outcome: Outcome) -> str:
         f"servers up again {times.start:.1f} s after the kill",
         f"restore {times.restore * 1000:.0f} ms",
     ]
-    return ", ".join(parts)
+    return "\n".join([", ".join(parts[:3]), ", ".join(parts[3:])])

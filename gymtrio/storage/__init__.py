@@ -1,0 +1,1 @@
+"""Checkpoints on disk: opaque state, records, parts, manifests; see DESIGN.md."""

@@ -1,0 +1,28 @@
+"""Work on the event loop in slices (STO-5)."""
+
+from __future__ import annotations
+
+import trio
+
+from gymtrio.limits import LOOP_SLICE_S
+
+
+class LoopSlice:
+    """Keeps one task from holding the loop; it asks between two units of work."""
+
+    def __init__(self) -> None:
+        self._ends = 0.0
+        self.restart()
+
+    @property
+    def is_over(self) -> bool:
+        return trio.current_time() >= self._ends
+
+    def restart(self) -> None:
+        """The loop was let go of in some other way."""
+        self._ends = trio.current_time() + LOOP_SLICE_S
+
+    async def pause(self) -> None:
+        """Let the loop go on, and begin the next slice."""
+        await trio.lowlevel.checkpoint()
+        self.restart()

@@ -147,7 +147,9 @@ class ResourcesRoutes:
         """Oldest first. With the episode, because a restored attempt may go on with the session."""
         taken = _RESERVED & self._tools.keys()
         if taken:
-            raise SettingsError(f"{type(server).__name__} has tools named {', '.join(taken)}")
+            raise SettingsError(
+                f"{type(server).__name__} has tools named {', '.join(sorted(taken))}"
+            )
 
     def table(self) -> dict[tuple[str, str], Handler]:
         """The routes, as `Service.routes` has them."""

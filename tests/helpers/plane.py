@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
+from gymtrio.checkpoint.archive import Archive
 from gymtrio.checkpoint.control import Control, open_control
 from gymtrio.ids import CheckpointId, EpisodeId, RolloutId
 from gymtrio.wire.control import (
@@ -42,7 +43,7 @@ class Plane:
         self,
         control: Control,
         participant: ScriptedParticipant,
-        archive: MemoryArchive,
+        archive: Any,
         clock: FollowingClock,
     ) -> None:
         self.control = control
@@ -129,7 +130,7 @@ class Plane:
 
 @asynccontextmanager
 async def open_plane(
-    *, archive: MemoryArchive | None = None, recover: bool = False
+    *, archive: Archive | None = None, recover: bool = False
 ) -> AsyncIterator[Plane]:
     """Run a control plane for as long as the block runs."""
     participant = ScriptedParticipant()

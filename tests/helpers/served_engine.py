@@ -16,6 +16,7 @@ from gymtrio.context import AsgiApp, Receive, Scope, Send
 from gymtrio.serving.app import open_asgi
 from gymtrio.serving.client import Reply, ServerClient
 from gymtrio.serving.deployment import Deployment, DeploymentDirectory, parse_deployment
+from gymtrio.serving.inprocess import open_network
 from gymtrio.serving.pool import open_pool
 from servers.model.embedded_engine import app
 from tests.helpers.serving import serve_on_sockets
@@ -81,6 +82,15 @@ class EngineClient:
 async def open_engine_client(url: str) -> AsyncIterator[EngineClient]:
     async with open_pool() as pool:
         yield EngineClient(ServerClient(DeploymentDirectory(Deployment()), pool), url)
+
+
+@asynccontextmanager
+async def open_other_engine(state_dir: Path, **settings: object) -> AsyncIterator[EngineClient]:
+    """A new incarnation of the engine on the same store, in this loop and without sockets."""
+    async with open_network() as network, open_engine_app(state_dir, **settings) as asgi:
+        with network.serving("engine", asgi):
+            client = ServerClient(DeploymentDirectory(Deployment()), network)
+            yield EngineClient(client, "http://engine")
 
 
 @attrs.frozen

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import pytest
 import trio
-from trio.testing import wait_all_tasks_blocked
+from trio.testing import MockClock, wait_all_tasks_blocked
 
 from gymtrio.context import AsgiApp, Message, Receive, Scope, Send
 from gymtrio.errors import InvalidRequest, SettingsError
@@ -440,15 +440,15 @@ async def test_a_caller_that_leaves_a_seed_leaves_nothing() -> None:
         assert await client.checkpoint() == []
 
 
-async def test_sessions_of_a_reset_and_step_server_are_told_by_it() -> None:
+async def test_sessions_of_a_reset_and_step_server_are_told_by_it(
+    autojump_clock: MockClock,
+) -> None:
     """RES-3 (scenario 6), RES-1: nothing declared is restart-only; who ends, does not block."""
     async with open_resources_server(app_of(Arena())) as client:
         await client.json("/seed_session", {}, episode_id=R0)
         assert (await client.json("/reset", episode_id=R0)) == {}
         await client.call("/close_session", {}, R0)
-        report = (await client.control("prepare", deadline_ts=client.clock.now_s() + 0.05))[
-            "report"
-        ]
+        report = (await client.control("prepare"))["report"]
         assert (report["ready"], report["blockers"]) == (False, ["r"])
         await client.control("resume")
         await client.json("/leave", episode_id=R0)

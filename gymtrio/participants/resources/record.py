@@ -1,0 +1,96 @@
+"""What a checkpoint holds of an episode's sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+
+import attrs
+import trio
+
+from gymtrio.errors import InvalidCheckpointState
+from gymtrio.ids import EpisodeId
+from gymtrio.limits import LOOP_SLICE_S
+from gymtrio.participants.base import make_record
+from gymtrio.participants.decoding import decode_records
+from gymtrio.participants.resources.hooks import SessionId
+from gymtrio.participants.resources.sessions import Session
+from gymtrio.storage import opaque
+from gymtrio.storage.records import Record
+
+
+@attrs.frozen(kw_only=True)
+class SessionRecord:
+    session_id: str
+    state: bytes
+    """Opaque JSON."""
+
+
+@attrs.frozen(kw_only=True)
+class ResourcesRecord:
+    """One episode; never empty."""
+
+    sessions: tuple[SessionRecord, ...]
+
+
+def encode_sessions(
+    sessions: Sequence[Session], states: Mapping[SessionId, object]
+) -> Iterator[Record]:
+    """Make records one by one, as they are written: the loop turns between them.
+
+    Args:
+        sessions: in order of capture key; all of them have a state.
+
+    Raises:
+        InvalidCheckpointState: a state is not JSON; names the session and the path inside (STO-3).
+    """
+    for _, group in groupby(sessions, key=lambda session: session.key):
+        of_episode = list(group)
+        records = tuple(
+            SessionRecord(
+                session_id=session.session_id,
+                state=opaque.encode(states[session.session_id], str(session)),
+            )
+            for session in of_episode
+        )
+        yield make_record(of_episode[0].episode_id, ResourcesRecord(sessions=records))
+
+
+@attrs.frozen
+class RestoredSession:
+    session_id: SessionId
+    episode_id: EpisodeId
+    """The attempt that was checkpointed."""
+    state: object
+
+    def __str__(self) -> str:
+        return f"session {self.session_id!r} of {self.episode_id}"
+
+
+async def decode_sessions(records: Sequence[Record]) -> list[RestoredSession]:
+    """Invert `encode_sessions`.
+
+    Raises:
+        InvalidCheckpointState: a record does not hold what it must.
+    """
+    read: dict[SessionId, RestoredSession] = {}
+    contents = await decode_records(ResourcesRecord, records)
+    slice_ends = trio.current_time() + LOOP_SLICE_S
+    for episode_id, content in contents:
+        for entry in content.sessions:
+            session_id = SessionId(entry.session_id)
+            where = f"session {session_id!r} of {episode_id}"
+            if session_id in read:
+                raise InvalidCheckpointState(f"{where}: it is there twice")
+            state = opaque.decode(entry.state, where)
+            read[session_id] = RestoredSession(session_id, episode_id, state)
+        if trio.current_time() >= slice_ends:
+            await trio.lowlevel.checkpoint()
+            slice_ends = trio.current_time() + LOOP_SLICE_S
+    return list(read.values())
+
+
+def named(sessions: Sequence[Session | RestoredSession]) -> str:
+    """Name sessions for an error that concerns all of them."""
+    first = str(sessions[0])
+    return first if len(sessions) == 1 else f"{len(sessions)} sessions, first {first}"

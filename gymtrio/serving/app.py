@@ -164,7 +164,7 @@ async def open_asgi(
         )
         service = await stack.enter_async_context(server_app.open_service(host))
         control = await stack.enter_async_context(
-            open_control_plane(service.participant, deployment.checkpoint, ports)
+            open_control_plane(service.participant, deployment.checkpoint, ports, host.state_dir)
         )
 
         def not_ready() -> str | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 from quart_trio import QuartTrio
 
@@ -14,32 +15,46 @@ from gymtrio.checkpoint.participant import Participant
 from gymtrio.checkpoint.routes import control_blueprint
 from gymtrio.serving.host import HostPorts
 from gymtrio.settings import CheckpointSettings
+from gymtrio.storage.incarnation import only_incarnation
 from gymtrio.storage.root import CheckpointRoot
 
 
 @asynccontextmanager
 async def open_control_plane(
-    participant: Participant | None, settings: CheckpointSettings, ports: HostPorts
+    participant: Participant | None,
+    settings: CheckpointSettings,
+    ports: HostPorts,
+    state_dir: Path,
 ) -> AsyncIterator[Control | None]:
     """Own the participant for the block.
+
+    Args:
+        state_dir: the server's own; locked, so that no second incarnation runs beside it (HARD-10).
 
     Yields:
         None when the server takes no part: nothing is installed and nothing recorded (SET-1).
 
     Raises:
         SettingsError: the root for checkpoints is not there.
+        HostError: another process is this server already.
     """
     if participant is None or not settings.enabled:
         yield None
         return
-    async with open_control(
-        participant,
-        archive=ports.archive or await _archive_on_disk(settings, ports),
-        wall_clock=ports.wall_clock,
-        lease_grace_s=settings.lease_grace_seconds,
-        recover=settings.recover,
-    ) as control:
-        yield control
+    async with AsyncExitStack() as stack:
+        archive = ports.archive
+        if archive is None:
+            await stack.enter_async_context(only_incarnation(ports.disk, str(state_dir)))
+            archive = await _archive_on_disk(settings, ports)
+        yield await stack.enter_async_context(
+            open_control(
+                participant,
+                archive=archive,
+                wall_clock=ports.wall_clock,
+                lease_grace_s=settings.lease_grace_seconds,
+                recover=settings.recover,
+            )
+        )
 
 
 async def _archive_on_disk(settings: CheckpointSettings, ports: HostPorts) -> Archive:

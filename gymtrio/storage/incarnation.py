@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Final
 
 from gymtrio.errors import HostError
@@ -26,7 +27,7 @@ class _Lock(Resource):
 
     def take(self) -> None:
         try:
-            directory = self._files.open_root(self._path)
+            directory = self._enter(posixpath.abspath(self._path))
             self._descriptors.append(directory)
             self._descriptors.append(self._files.lock(directory, LOCK_NAME))
         except BlockingIOError:
@@ -36,6 +37,20 @@ class _Lock(Resource):
             ) from None
         except OSError as error:
             raise HostError(f"cannot lock {self._path}/{LOCK_NAME}: {explain(error)}") from error
+
+    def _enter(self, path: str) -> int:
+        """Open a directory, made with the ways to it where they are missing."""
+        try:
+            return self._files.open_root(path)
+        except FileNotFoundError:
+            above, name = posixpath.split(path)
+            parent = self._enter(above)
+            try:
+                with suppress(FileExistsError):
+                    self._files.make_directory(parent, name)
+            finally:
+                close_quietly(self._files, parent)
+            return self._files.open_root(path)
 
     def release(self) -> None:
         while self._descriptors:
@@ -47,7 +62,7 @@ async def only_incarnation(disk: Disk, directory: str) -> AsyncIterator[None]:
     """Own a server's directory for a block.
 
     Args:
-        directory: an existing one, by its absolute path.
+        directory: made when it is missing; relative to the working directory.
 
     Raises:
         HostError: another process has it, or it cannot be locked.

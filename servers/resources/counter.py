@@ -19,6 +19,7 @@ from gymtrio.serving.resources_server import (
     NoSettings,
     SessionId,
     SessionServer,
+    Verdict,
     read_task,
     tool,
 )
@@ -56,9 +57,10 @@ class Counter(SessionServer[int]):
     async def get_counter_value(self, session_id: SessionId) -> object:
         return {"count": self.states[session_id]}
 
-    async def verify(self, session_id: SessionId, task_data: Mapping[str, object]) -> float:
+    async def verify(self, session_id: SessionId, task_data: Mapping[str, object]) -> Verdict:
         goal = read_task(CounterGoal, task_data)
-        return float(self.states[session_id] == goal.expected_count)
+        count = self.states[session_id]
+        return {"reward": float(count == goal.expected_count), "final_count": count}
 
     def load_state(self, dumped: object) -> int:
         if type(dumped) is not int:

@@ -107,6 +107,7 @@ class GymnasiumServer(SessionServer[Game]):
             "reward": game.total(),
             "rounds_played": len(game.rewards),
             "round_rewards": list(game.rewards),
+            "final_state": game.look(),
         }
 
     def dump_state(self, state: Game) -> object:

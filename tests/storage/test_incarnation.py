@@ -57,10 +57,17 @@ async def test_a_killed_incarnation_lets_go(tmp_path: Path) -> None:
         pass
 
 
+async def test_a_directory_that_is_missing_is_made_with_the_way_to_it(tmp_path: Path) -> None:
+    """HARD-10: a server's first start."""
+    async with only_incarnation(ThreadDisk(), f"{tmp_path}/state/server"):
+        assert (tmp_path / "state" / "server" / "incarnation.lock").exists()
+
+
 async def test_a_directory_that_cannot_be_locked_is_named(tmp_path: Path) -> None:
     """HARD-10."""
-    with pytest.raises(HostError, match=r"cannot lock .*/none/incarnation.lock: .*ENOENT"):
-        async with only_incarnation(ThreadDisk(), f"{tmp_path}/none"):
+    (tmp_path / "file").touch()
+    with pytest.raises(HostError, match=r"cannot lock .*/file/none/incarnation.lock: .*ENOTDIR"):
+        async with only_incarnation(ThreadDisk(), f"{tmp_path}/file/none"):
             raise AssertionError
     (tmp_path / "incarnation.lock").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(HostError, match=r"a symbolic link stands there"):

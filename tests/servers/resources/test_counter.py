@@ -108,7 +108,11 @@ async def test_a_restored_count_goes_on_and_a_lost_one_does_not() -> None:
             await client.json("/increment_counter", {"count": 2}, episode_id=R1)
             counts[restored] = await client.json("/get_counter_value", episode_id=R1)
             reply = await client.json("/verify", {"expected_count": 6}, episode_id=R1)
-            assert reply == {"expected_count": 6, "reward": 1.0 if restored else 0.0}
+            assert reply == {
+                "expected_count": 6,
+                "reward": 1.0 if restored else 0.0,
+                "final_count": counts[restored]["count"],
+            }
     assert counts == {True: {"count": 6}, False: {"count": 5}}
 
 

@@ -143,6 +143,7 @@ async def test_rounds_share_one_generator_and_a_game_ends() -> None:
             "reward": sum(rewards) / 2,
             "rounds_played": 2,
             "round_rewards": rewards,
+            "final_state": await client.json("/observe", {}),
         }
 
 

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 
+from gymtrio.checkpoint import phases
 from gymtrio.checkpoint.phases import TRANSITIONS, Step, advance, diagram
 from gymtrio.errors import InvalidPhase
 from gymtrio.wire.control import Phase
@@ -46,3 +48,9 @@ def test_the_diagram_is_drawn_from_the_table() -> None:
     lines = diagram().splitlines()
     assert len(lines) == len(TRANSITIONS) + 2
     assert "    idle --> preparing: prepare" in lines
+
+
+def test_the_design_note_shows_the_diagram_of_the_table() -> None:
+    """CTL-3: generated, so that the picture cannot differ from the code."""
+    note = (Path(phases.__file__).parent / "DESIGN.md").read_text()
+    assert f"```mermaid\n{diagram()}\n```\n" in note

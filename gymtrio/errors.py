@@ -127,6 +127,10 @@ class InvalidCheckpointState(CheckpointError):
     status, code = 422, "invalid_checkpoint_state"
 
 
+class DirectoryRefused(InvalidCheckpointState):
+    """A `checkpoint_dir` that is not one below the root: nothing was begun (STO-7)."""
+
+
 class CoordinatorUnavailable(CheckpointError):
     """A worker has lost, or not yet reached, its coordinator (WRK-1)."""
 
@@ -185,5 +189,7 @@ def _leaves(base: type[Refusal]) -> list[type[Refusal]]:
     return found
 
 
-REFUSALS: Final[dict[str, type[Refusal]]] = {leaf.code: leaf for leaf in _leaves(Refusal)}
+REFUSALS: Final[dict[str, type[Refusal]]] = {
+    leaf.code: leaf for leaf in reversed(_leaves(Refusal))
+}
 """Wire code to class: a client turns an error body back into the type the server raised."""

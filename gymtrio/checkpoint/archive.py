@@ -43,8 +43,9 @@ class Archive(Protocol):
             The manifest as JSON.
 
         Raises:
-            InvalidCheckpointState: the directory is refused, the state is not JSON, or the disk
-                failed; nothing of it can be read afterwards.
+            DirectoryRefused: before anything was begun.
+            InvalidCheckpointState: the state is not JSON, or the disk failed; nothing of it can be
+                read afterwards.
 
         Cancelled: before publication nothing remains; after it has begun it is finished.
 

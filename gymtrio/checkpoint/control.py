@@ -8,16 +8,16 @@ Rules of this module:
   finds that it has gone changes nothing (HARD-1).
 - C3 What must outlive its call is a `Job` in the owner's nursery, at most one of each kind per
   checkpoint; a repeated call joins it (CTL-9).
-- C4 Resume drops the open checkpoint in one assignment. Its jobs are cancelled in the same
-  instant, and the reply waits until they have ended.
+- C4 Resume fences the id, cancels the jobs and drops the open checkpoint in one instant; the reply
+  waits until the jobs have ended. Only an install holds the drop back until it has ended: what it
+  puts in must never appear behind a gate that is open already (CTL-14).
 - C5 A mark is raised before the stopping begins and is never lowered (CTL-5).
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import trio
@@ -25,21 +25,23 @@ import trio
 from gymtrio.background import open_background
 from gymtrio.checkpoint.archive import Archive
 from gymtrio.checkpoint.deadlines import monotonic_deadline
-from gymtrio.checkpoint.jobs import Job
+from gymtrio.checkpoint.jobs import Job, wait_all_ended
 from gymtrio.checkpoint.opened import OpenCheckpoint, commit_arguments, restore_arguments
 from gymtrio.checkpoint.participant import Participant, Settling
 from gymtrio.checkpoint.phases import Step, advance
+from gymtrio.checkpoint.resumed import ResumedIds
 from gymtrio.episodes.signal import Signal
 from gymtrio.errors import (
     CheckpointError,
     DeadlineExceeded,
+    DirectoryRefused,
     GymtrioError,
     InvalidPhase,
     RetireIncomplete,
     StaleCheckpoint,
 )
-from gymtrio.ids import CaptureKey, CheckpointId, EpisodeId
-from gymtrio.limits import READINESS_POLL_S, RESUMED_IDS_REMEMBERED_MAX
+from gymtrio.ids import CaptureKey, CheckpointId, EpisodeId, RolloutId
+from gymtrio.limits import READINESS_POLL_S
 from gymtrio.ports import WallClock
 from gymtrio.wire.control import (
     CommitReply,
@@ -115,8 +117,8 @@ class Control:
         self._nursery = nursery
         self._awaiting_restore = recover
         self._open: OpenCheckpoint | None = None
-        self._resumed: deque[CheckpointId] = deque(maxlen=RESUMED_IDS_REMEMBERED_MAX)
-        self._retirements: dict[CaptureKey, Job[None]] = {}
+        self._resumed = ResumedIds()
+        self._retirements: dict[EpisodeId, Job[None]] = {}
         self._lease_changed = Signal()
         if recover:
             participant.close()
@@ -164,22 +166,22 @@ class Control:
             if opened.restore is not None:
                 raise InvalidPhase(f"{request.checkpoint_id} is being restored")
             self._renew(opened, deadline)
-        await self._wait_ready(opened, deadline)
-        if self._open is not opened:
-            return PrepareReply(phase=Phase.IDLE.value, report=self._participant.report())
-        if opened.phase is Phase.PREPARING and self._settled(opened):
-            opened.advance(Step.READY)
-        return PrepareReply(phase=opened.phase.value, report=self._participant.report())
+        try:
+            await self._wait_ready(opened, deadline)
+        except Exception:
+            self._drop(opened)
+            raise
+        phase = opened.phase if self._open is opened else Phase.IDLE
+        return PrepareReply(phase=phase.value, report=self._participant.report())
 
     def _close_for(self, request: PrepareRequest, deadline: float) -> OpenCheckpoint:
         opened = OpenCheckpoint(
             checkpoint_id=request.checkpoint_id,
             nonce=request.controller_nonce,
             lease_expires=deadline + self._lease_grace_s,
-            closed_admission=True,
             phase=advance(Phase.IDLE, Step.PREPARE),
         )
-        self._participant.close()
+        self._close()
         self._open = opened
         settling = Settling(checkpoint_id=request.checkpoint_id, deadline=deadline)
         opened.settle = Job.start(self._nursery, "settle", lambda: self._settle(opened, settling))
@@ -187,34 +189,40 @@ class Control:
         LOG.info("checkpoint %s: admission closed", opened.checkpoint_id)
         return opened
 
+    def _close(self) -> None:
+        """Close admission; what fails half way is taken back (CTL-7)."""
+        try:
+            self._participant.close()
+        except BaseException:
+            self._participant.open()
+            raise
+
     async def _settle(self, opened: OpenCheckpoint, settling: Settling) -> None:
         try:
             await self._participant.settle(settling)
+        except GymtrioError:
+            self._drop(opened)
+            raise
         finally:
             self._participant.changed.notify()
 
     async def _wait_ready(self, opened: OpenCheckpoint, deadline: float) -> None:
-        while (
-            self._open is opened
-            and opened.phase is Phase.PREPARING
-            and not self._settled(opened)
-            and trio.current_time() < deadline
-        ):
-            look_again = min(deadline, trio.current_time() + READINESS_POLL_S)
-            with trio.move_on_at(look_again):
-                await self._participant.changed.wait()
+        """Wait until it is prepared, the deadline has come, or it is not open any more.
 
-    def _settled(self, opened: OpenCheckpoint) -> bool:
-        """
         Raises:
-            GymtrioError: settling failed; admission is open again.
+            GymtrioError: settling failed; it is not open any more.
         """
         assert opened.settle is not None
+        while self._open is opened and opened.phase is Phase.PREPARING:
+            if opened.settle.ended and self._participant.ready():
+                opened.advance(Step.READY)
+            elif trio.current_time() >= deadline:
+                return
+            else:
+                with trio.move_on_at(min(deadline, trio.current_time() + READINESS_POLL_S)):
+                    await self._participant.changed.wait()
         if opened.settle.error is not None:
-            if self._open is opened:
-                self._drop(opened)
             raise opened.settle.error
-        return opened.settle.ended and self._participant.ready()
 
     # -- renew --------------------------------------------------------------------------------
 
@@ -245,8 +253,9 @@ class Control:
         arguments = commit_arguments(request)
         if opened.failed is not None:
             raise opened.failed
-        opened.check_arguments(arguments)
-        if opened.commit is None:
+        if opened.commit is not None:
+            opened.check_arguments(arguments)
+        else:
             advance(opened.phase, Step.COMMIT)
             if not self._participant.ready():
                 raise InvalidPhase("no longer ready: " + ", ".join(self._blockers()))
@@ -274,6 +283,9 @@ class Control:
                 export=export,
                 publication=opened.publication,
             )
+        except DirectoryRefused:
+            opened.commit = opened.arguments = None
+            raise
         except CheckpointError as error:
             opened.failed = error
             raise
@@ -321,11 +333,10 @@ class Control:
             checkpoint_id=request.checkpoint_id,
             nonce=request.controller_nonce,
             lease_expires=deadline + self._lease_grace_s,
-            closed_admission=not self._awaiting_restore,
             arguments=restore_arguments(request),
         )
-        if opened.closed_admission:
-            self._participant.close()
+        if not self._awaiting_restore:
+            self._close()
         self._open = opened
         opened.restore = Job.start(self._nursery, "restore", lambda: self._restore(opened, request))
         self._lease_changed.notify()
@@ -339,20 +350,18 @@ class Control:
                 instance=self._participant.instance,
                 scope=_keys(request.episode_ids),
             )
-            if self._open is not opened:
+            if opened.resumed:
                 raise CheckpointError("a resume came before the restore")
             self._participant.check_installable()
             await self._participant.install(loaded.records, request.episode_ids)
-        except GymtrioError:
-            if self._open is opened:
-                self._open = None
-                opened.ended.set()
-                if opened.closed_admission:
-                    self._participant.open()
-            raise
-        if self._open is opened:
             opened.advance(Step.RESTORE)
             self._awaiting_restore = False
+        except GymtrioError:
+            self._drop(opened)
+            raise
+        finally:
+            if opened.resumed:
+                self._drop(opened)
         LOG.info("checkpoint %s: restored %d", opened.checkpoint_id, len(loaded.records))
         return RestoreReply(
             phase=Phase.RESTORED.value,
@@ -369,46 +378,66 @@ class Control:
         before that point is stopped.
 
         Raises:
-            DeadlineExceeded: a publication did not end in time; nothing changed.
+            DeadlineExceeded: a publication did not end in time, and nothing changed; or what was
+                stopped has not ended, and the resume is complete but for that.
             CheckpointConflict: another checkpoint or controller holds.
             InvalidPhase: the server waits for a restore, and this would fence it (HARD-6).
 
-        Cancelled: either nothing changed, or the resume is complete.
+        Cancelled: either nothing changed, or the resume completes by itself.
         """
         deadline = self._deadline(request)
         opened = self._open
         if opened is None:
-            return self._resume_unopened(request)
+            self._resume_unopened(request)
+            await self._wait_stopped(request.checkpoint_id, deadline)
+            return ResumeReply(phase=Phase.IDLE.value, idempotent=True)
         opened.check_holder(request)
         if not opened.publication.stop():
             with trio.move_on_at(deadline):
                 await opened.publication.ended.wait()
             if not opened.publication.ended.is_set():
                 raise DeadlineExceeded(f"{opened.checkpoint_id} is being published")
-        if self._open is opened:
-            self._drop(opened)
-            self._remember(opened.checkpoint_id)
-            LOG.info("checkpoint %s: resumed", opened.checkpoint_id)
-        for job in opened.jobs():
-            await job.wait_ended()
-        return ResumeReply(phase=self.phase.value, idempotent=False)
+        self._end(opened, "resumed")
+        await self._wait_stopped(opened.checkpoint_id, deadline)
+        return ResumeReply(phase=Phase.IDLE.value, idempotent=False)
 
-    def _resume_unopened(self, request: ResumeRequest) -> ResumeReply:
-        if self._awaiting_restore:
-            if not request.start_afresh:
-                raise InvalidPhase("this server waits for a restore; start_afresh opens it without")
+    def _resume_unopened(self, request: ResumeRequest) -> None:
+        if self._awaiting_restore and request.start_afresh:
             self._awaiting_restore = False
             self._participant.open()
-        self._remember(request.checkpoint_id)
-        return ResumeReply(phase=Phase.IDLE.value, idempotent=True)
+        elif self._awaiting_restore and request.checkpoint_id not in self._resumed:
+            raise InvalidPhase("this server waits for a restore; start_afresh opens it without")
+        self._resumed.add(request.checkpoint_id)
 
-    def _drop(self, opened: OpenCheckpoint) -> None:
-        """The instant of resuming: the jobs are cancelled and the gate opens."""
-        if opened.phase is not Phase.IDLE:
-            opened.advance(Step.RESUME)
+    async def _wait_stopped(self, checkpoint_id: CheckpointId, deadline: float) -> None:
+        """
+        Raises:
+            DeadlineExceeded: something of that checkpoint still runs.
+        """
+        running = await wait_all_ended(self._resumed.stopping(checkpoint_id), deadline)
+        if running:
+            names = ", ".join(job.name for job in running)
+            raise DeadlineExceeded(f"{checkpoint_id} was resumed, but not all has ended: {names}")
+
+    def _end(self, opened: OpenCheckpoint, why: str) -> None:
+        """The instant of resuming, by whoever came first."""
+        if opened.resumed or self._open is not opened:
+            return
+        LOG.info("checkpoint %s: %s", opened.checkpoint_id, why)
+        opened.resumed = True
         opened.publication.stop()
+        self._resumed.add(opened.checkpoint_id, opened.jobs())
         for job in opened.jobs():
             job.cancel()
+        if opened.restore is None or opened.restore.ended:
+            self._drop(opened)
+
+    def _drop(self, opened: OpenCheckpoint) -> None:
+        """Nothing is open any more; the gate is, unless a restore is still waited for."""
+        if self._open is not opened:
+            return
+        if opened.phase is not Phase.IDLE:
+            opened.advance(Step.RESUME)
         self._open = None
         opened.ended.set()
         if not self._awaiting_restore:
@@ -437,21 +466,23 @@ class Control:
         return RetireReply(retired=tuple(e.capture_key for e in request.episode_ids))
 
     def _retirement(self, episode_id: EpisodeId) -> Job[None]:
-        key = episode_id.capture_key
-        running = self._retirements.get(key)
+        running = self._retirements.get(episode_id)
         if running is not None:
             return running
-
-        async def retire() -> None:
-            try:
-                await self._participant.retire(episode_id)
-            finally:
-                del self._retirements[key]
-                self._participant.changed.notify()
-
-        job = Job.start(self._nursery, f"retire {key}", retire)
-        self._retirements[key] = job
+        job = Job.start(self._nursery, f"retire {episode_id}", lambda: self._retire(episode_id))
+        self._retirements[episode_id] = job
         return job
+
+    async def _retire(self, episode_id: EpisodeId) -> None:
+        try:
+            while (opened := self._open) is not None and opened.installing:
+                await opened.installed()
+                # What the install put in was not there to be refused.
+                self._participant.refuse([episode_id])
+            await self._participant.retire(episode_id)
+        finally:
+            del self._retirements[episode_id]
+            self._participant.changed.notify()
 
     async def forget(self, request: ForgetRequest) -> ForgetReply:
         """Drop the marks of rollouts that are finished for good (CTL-12).
@@ -462,11 +493,16 @@ class Control:
         self._deadline(request)
         self._check_not_awaiting("forget")
         rollout_ids = request.checked()
-        running = self._participant.still_running(rollout_ids)
+        running = self._still_running(rollout_ids)
         if running:
             raise RetireIncomplete("still running: " + ", ".join(e.capture_key for e in running))
         self._participant.forget(rollout_ids)
         return ForgetReply(forgotten=tuple(sorted(set(rollout_ids))))
+
+    def _still_running(self, rollout_ids: Sequence[RolloutId]) -> list[EpisodeId]:
+        named = frozenset(rollout_ids)
+        retiring = {e for e in self._retirements if e.rollout_id in named}
+        return sorted(retiring.union(self._participant.still_running(rollout_ids)))
 
     # -- lease --------------------------------------------------------------------------------
 
@@ -479,13 +515,14 @@ class Control:
                 continue
             with trio.move_on_at(opened.lease_expires):
                 await opened.ended.wait()
-            if self._open is opened and trio.current_time() >= opened.lease_expires:
-                LOG.warning("checkpoint %s: lease expired", opened.checkpoint_id)
-                if not opened.publication.stop():
-                    await opened.publication.ended.wait()
-                if self._open is opened:
-                    self._drop(opened)
-                    self._remember(opened.checkpoint_id)
+            if self._open is not opened or trio.current_time() < opened.lease_expires:
+                continue
+            if not opened.publication.stop():
+                # Until it has ended, the holder may still renew.
+                await opened.publication.ended.wait()
+                continue
+            self._end(opened, "lease expired")
+            await opened.ended.wait()
 
     # -- shared -------------------------------------------------------------------------------
 
@@ -512,10 +549,6 @@ class Control:
             raise InvalidPhase(f"{request.checkpoint_id} is not open")
         self._open.check_holder(request)
         return self._open
-
-    def _remember(self, checkpoint_id: CheckpointId) -> None:
-        if checkpoint_id not in self._resumed:
-            self._resumed.append(checkpoint_id)
 
     def _blockers(self) -> tuple[str, ...]:
         return self._participant.report().blockers

@@ -42,12 +42,7 @@ class DirectoryArchive:
         export: Export,
         publication: Publication,
     ) -> dict[str, object]:
-        try:
-            place = await self._root.accept(self._disk, checkpoint_dir)
-        except BaseException:
-            # Nothing was begun, so nothing can be published: a resume need not wait.
-            publication.end()
-            raise
+        place = await self._root.accept(self._disk, checkpoint_dir)
         written = await write_checkpoint(
             self._disk,
             place,

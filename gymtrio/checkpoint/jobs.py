@@ -8,8 +8,8 @@ the nursery ends only after its jobs.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Generic, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Generic, TypeVar
 
 import trio
 
@@ -87,3 +87,20 @@ class Job(Generic[T]):
             self._error = error
         finally:
             self._ended.set()
+
+
+async def wait_all_ended(jobs: Sequence[Job[Any]], deadline: float) -> list[Job[Any]]:
+    """Wait until nothing of these runs any more, or the deadline has come.
+
+    Args:
+        deadline: on trio's clock.
+
+    Returns:
+        Those that still run.
+
+    Cancelled: they go on.
+    """
+    with trio.move_on_at(deadline):
+        for job in jobs:
+            await job.wait_ended()
+    return [job for job in jobs if not job.ended]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import attrs
 import trio
 
@@ -18,6 +20,8 @@ from gymtrio.wire.control import (
     RestoreReply,
     RestoreRequest,
 )
+
+AnyJob: TypeAlias = Job[None] | Job[CommitReply] | Job[RestoreReply]
 
 Arguments = tuple[object, ...]
 """What must be equal for a repeated call to be the same call; scope order does not matter
@@ -42,9 +46,9 @@ class OpenCheckpoint:
     """The controller's; whoever sends another one does not hold this (HARD-5)."""
     lease_expires: float
     """On trio's clock; only ever raised (CTL-11)."""
-    closed_admission: bool
-    """False for a server that was started closed: a failed restore leaves it so (CTL-14)."""
     phase: Phase = Phase.IDLE
+    resumed: bool = False
+    """It is over, but for an install that has not ended yet."""
     arguments: Arguments | None = None
     """Of the commit or restore that was begun."""
     settle: Job[None] | None = None
@@ -83,5 +87,14 @@ class OpenCheckpoint:
     def renew(self, lease_expires: float) -> None:
         self.lease_expires = max(self.lease_expires, lease_expires)
 
-    def jobs(self) -> list[Job[None] | Job[CommitReply] | Job[RestoreReply]]:
+    def jobs(self) -> list[AnyJob]:
         return [job for job in (self.settle, self.commit, self.restore) if job is not None]
+
+    @property
+    def installing(self) -> bool:
+        return self.restore is not None and not self.restore.ended
+
+    async def installed(self) -> None:
+        """Wait until nothing of the restore runs any more."""
+        assert self.restore is not None
+        await self.restore.wait_ended()

@@ -13,7 +13,7 @@ from typing import Final
 
 import attrs
 
-from gymtrio.errors import InvalidCheckpointState, SettingsError
+from gymtrio.errors import DirectoryRefused, SettingsError
 from gymtrio.ids import is_safe_id
 from gymtrio.storage.bounds import DIRECTORY_DEPTH_MAX, NAME_BYTES_MAX, PATH_CHARACTERS_MAX
 from gymtrio.storage.disk import Disk
@@ -87,11 +87,12 @@ class CheckpointRoot:
             field: what names it in the call, for the error.
 
         Raises:
-            InvalidCheckpointState: it leads out of the root or is not a plain path.
+            DirectoryRefused: it leads out of the root or is not a plain path.
+            InvalidCheckpointState: the disk refused to look.
         """
         why = _first_oddity(checkpoint_dir)
         if why is not None:
-            raise InvalidCheckpointState(f"{field} {_shown(checkpoint_dir)}: {why}")
+            raise DirectoryRefused(f"{field} {_shown(checkpoint_dir)}: {why}")
         files = disk.files
         with refusing("resolve", field):
             root, path = await disk.start(
@@ -102,12 +103,12 @@ class CheckpointRoot:
             ).wait()
         inside = root if root.endswith("/") else root + "/"
         if path != root and not path.startswith(inside):
-            raise InvalidCheckpointState(
+            raise DirectoryRefused(
                 f"{field} {_shown(checkpoint_dir)}: it is not below checkpoint.root"
             )
         components = tuple(path[len(inside) :].split("/")) if path != root else ()
         if len(components) > DIRECTORY_DEPTH_MAX:
-            raise InvalidCheckpointState(f"{field}: more than {DIRECTORY_DEPTH_MAX} levels deep")
+            raise DirectoryRefused(f"{field}: more than {DIRECTORY_DEPTH_MAX} levels deep")
         return Place(root, components)
 
 

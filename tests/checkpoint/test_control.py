@@ -12,6 +12,7 @@ from gymtrio.errors import (
     CheckpointConflict,
     CheckpointError,
     DeadlineExceeded,
+    DirectoryRefused,
     GymtrioError,
     InvalidCheckpointState,
     InvalidPhase,
@@ -333,6 +334,17 @@ async def test_a_failed_export_may_be_asked_again(autojump_clock: MockClock) -> 
         with pytest.raises(InvalidCheckpointState, match="a set"):
             await plane.commit()
         assert (await plane.commit(episodes=(R1,))).phase == "committed"
+
+
+async def test_a_directory_that_is_refused_may_be_corrected(autojump_clock: MockClock) -> None:
+    """STO-7: nothing was begun, so the same checkpoint can be committed elsewhere."""
+    async with open_plane() as plane:
+        await plane.prepare()
+        plane.archive.failure = DirectoryRefused("checkpoint_dir '../x': '..' is not resolved")
+        with pytest.raises(DirectoryRefused):
+            await plane.commit(directory="../x")
+        plane.archive.failure = None
+        assert (await plane.commit(directory="x")).phase == "committed"
 
 
 async def test_a_failed_write_stays_failed_for_that_checkpoint(autojump_clock: MockClock) -> None:

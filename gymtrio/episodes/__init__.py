@@ -1,0 +1,2 @@
+"""Admission, fences, episodes and their steps: what stops and what goes on when a checkpoint
+opens."""

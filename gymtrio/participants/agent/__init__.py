@@ -1,0 +1,1 @@
+"""The agent's participant: sessions, their activations, and what a checkpoint keeps of them."""

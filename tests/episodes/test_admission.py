@@ -1,0 +1,161 @@
+"""The gate: what waits, what wakes it, and what the one who comes through may rely on."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+from trio.testing import MockClock, wait_all_tasks_blocked
+
+from gymtrio.episodes.admission import Admission
+from gymtrio.errors import AdmissionClosed, StaleAttempt
+from gymtrio.ids import EpisodeId, RolloutId
+from gymtrio.limits import WAKE_SLICE_TASKS
+from tests.helpers.gated import begin, open_gated
+
+
+def episode(name: str, attempt: int = 0) -> EpisodeId:
+    return EpisodeId(RolloutId(name), attempt)
+
+
+R = episode("r")
+
+
+async def test_what_arrives_while_closed_waits_for_the_opening(autojump_clock: MockClock) -> None:
+    """CTL-18: it waits at the gate and is not refused."""
+    async with open_gated() as gated:
+        gated.close()
+        answers = await begin(gated.nursery, lambda: gated.admission.enter(R))
+        assert answers == []
+        assert gated.admission.waiting == 1
+        gated.open()
+        await wait_all_tasks_blocked()
+        assert answers == [None]
+        assert gated.admission.waiting == 0
+
+
+async def test_a_caller_that_would_rather_be_refused_is(autojump_clock: MockClock) -> None:
+    """CTL-18: 409 admission_closed."""
+    async with open_gated() as gated:
+        gated.close()
+        with pytest.raises(AdmissionClosed):
+            await gated.admission.enter(R, refuse=True)
+        gated.open()
+        await gated.admission.enter(R, refuse=True)
+
+
+async def test_retiring_wakes_the_waiters_of_the_attempt_and_no_others(
+    autojump_clock: MockClock,
+) -> None:
+    """CTL-18, CTL-5: the waiter of a retired attempt gets stale_attempt at once."""
+    async with open_gated() as gated:
+        gated.close()
+        retired = await begin(gated.nursery, lambda: gated.admission.enter(episode("r", 1)))
+        later = await begin(gated.nursery, lambda: gated.admission.enter(episode("r", 2)))
+        other = await begin(gated.nursery, lambda: gated.admission.enter(episode("s")))
+        gated.admission.refuse([episode("r", 1)])
+        await wait_all_tasks_blocked()
+        assert [type(answer) for answer in retired] == [StaleAttempt]
+        assert later == other == []
+        assert gated.admission.waiting == 2
+        gated.open()
+        await wait_all_tasks_blocked()
+        assert later == other == [None]
+
+
+async def test_a_stale_attempt_is_refused_at_an_open_gate_too(autojump_clock: MockClock) -> None:
+    """CTL-5."""
+    async with open_gated() as gated:
+        gated.admission.refuse([R])
+        with pytest.raises(StaleAttempt):
+            await gated.admission.enter(R)
+        await gated.admission.enter(episode("r", 1))
+
+
+async def test_a_woken_waiter_stays_when_the_gate_closed_again_before_it_ran(
+    autojump_clock: MockClock,
+) -> None:
+    """STEP-2, CTL-18: whoever comes through does so with the gate open."""
+    async with open_gated() as gated:
+        gated.close()
+        closed_when_through: list[bool] = []
+
+        async def enter() -> None:
+            await gated.admission.enter(R)
+            closed_when_through.append(gated.admission.closed)
+
+        await begin(gated.nursery, enter)
+        gated.open()
+        gated.close()
+        await wait_all_tasks_blocked()
+        assert closed_when_through == []
+        gated.open()
+        await wait_all_tasks_blocked()
+        assert closed_when_through == [False]
+
+
+async def test_a_cancelled_waiter_leaves_nothing_behind(autojump_clock: MockClock) -> None:
+    """CTL-18: a caller that left holds no place at the gate."""
+    async with open_gated() as gated:
+        gated.close()
+        with trio.move_on_after(1) as scope:
+            await gated.admission.enter(R)
+        assert scope.cancelled_caught
+        assert gated.admission.waiting == 0
+        gated.admission.refuse([R])
+        gated.open()
+        await wait_all_tasks_blocked()
+
+
+async def test_a_server_that_waits_for_its_restore_starts_closed() -> None:
+    """CTL-18."""
+    assert Admission(closed=True).closed
+
+
+async def test_thousands_are_woken_in_slices_in_their_order(autojump_clock: MockClock) -> None:
+    """CTL-18: the loop looks at I/O between slices, and no waiter is forgotten."""
+    count = 2 * WAKE_SLICE_TASKS + 7
+    async with open_gated() as gated:
+        gated.close()
+        through: list[int] = []
+
+        async def enter(number: int) -> None:
+            await gated.admission.enter(None)
+            through.append(number)
+
+        for number in range(count):
+            gated.nursery.start_soon(enter, number)
+            # One at a time, so that they stand in this order.
+            await wait_all_tasks_blocked()
+        gated.open()
+        most = 0
+        while len(through) < count:
+            before = len(through)
+            await trio.lowlevel.checkpoint()
+            most = max(most, len(through) - before)
+        # Two slices may run in one pass of ours, never all of them.
+        assert most <= 2 * WAKE_SLICE_TASKS
+        order = [number // WAKE_SLICE_TASKS for number in through]
+        assert order == sorted(order)
+
+
+async def test_opening_between_two_slices_wakes_the_rest(autojump_clock: MockClock) -> None:
+    """CTL-18: closing and opening while waiters are being woken loses none of them."""
+    count = WAKE_SLICE_TASKS + 5
+    async with open_gated() as gated:
+        gated.close()
+        through: list[None] = []
+
+        async def enter() -> None:
+            await gated.admission.enter(None)
+            through.append(None)
+
+        for _ in range(count):
+            gated.nursery.start_soon(enter)
+        await wait_all_tasks_blocked()
+        gated.open()
+        await trio.lowlevel.checkpoint()
+        gated.close()
+        await wait_all_tasks_blocked()
+        gated.open()
+        await wait_all_tasks_blocked()
+        assert len(through) == count

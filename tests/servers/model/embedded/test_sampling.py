@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gymtrio.errors import InvalidRequest
@@ -86,22 +87,31 @@ def test_temperature_zero_takes_the_likeliest_and_of_equals_the_lowest(
     assert chosen.token_id == values.index(max(values))
 
 
+def weights_of(values: list[float], temperature: float) -> Any:
+    logits = row(values).astype(np.float64)
+    return np.exp((logits - logits.max()) / temperature)
+
+
 @given(LOGITS, st.floats(0.1, 3), st.integers(1, 50), SEEDS, POSITIONS)
+@example([0.0, 1.0e-28], 1.0, 1, 1, 0)
 def test_top_k_takes_one_of_the_k_likeliest(
     values: list[float], temperature: float, top_k: int, seed: int, position: int
 ) -> None:
     sampling = Sampling(temperature=temperature, top_k=top_k, seed=seed)
     chosen = sample(row(values), sampling, position)
-    assert sum(value > values[chosen.token_id] for value in values) < top_k
+    weights = weights_of(values, temperature)
+    # Logits that differ less than weights can tell are equally likely, and all of them stay.
+    assert (weights > weights[chosen.token_id] * (1 + 1e-9)).sum() < top_k
 
 
 @given(LOGITS, st.floats(0.01, 0.99), SEEDS, POSITIONS)
+@example([0.0, -1.2e-38], 0.25, 0, 0)
 def test_top_p_takes_no_token_beyond_the_covered_share(
     values: list[float], top_p: float, seed: int, position: int
 ) -> None:
     chosen = sample(row(values), Sampling(top_p=top_p, seed=seed), position)
-    weights = np.exp(np.array(values) - max(values))
-    likelier = weights[np.array(values) > values[chosen.token_id]].sum() / weights.sum()
+    weights = weights_of(values, 1.0)
+    likelier = weights[weights > weights[chosen.token_id] * (1 + 1e-9)].sum() / weights.sum()
     assert likelier < top_p + 1e-6
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gymtrio.checkpoint.coordination import Controller, Prepared
+from gymtrio.checkpoint.coordination import Controller
 from gymtrio.checkpoint.held import HeldCheckpoint
 from gymtrio.checkpoint.members import (
     CoordinationError,
@@ -10,6 +10,7 @@ from gymtrio.checkpoint.members import (
     LeaseNotProven,
     NoPolicyModel,
     NotPrepared,
+    Prepared,
 )
 from gymtrio.errors import GymtrioError
 from gymtrio.ids import CaptureKey, CheckpointId, EpisodeId, RolloutId

@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import trio
 
-from gymtrio.checkpoint.members import Failed, LeaseNotProven
+from gymtrio.checkpoint.members import Failed, LeaseNotProven, Prepared
 from gymtrio.ids import CheckpointId, EpisodeId
 from gymtrio.wire.control import CommitReply
 
-if TYPE_CHECKING:
-    from gymtrio.checkpoint.coordination import Controller, Prepared
-
 LOG = logging.getLogger(__name__)
+
+
+class Holder(Protocol):
+    """What a held checkpoint needs of its controller."""
+
+    async def commit(
+        self,
+        checkpoint_id: CheckpointId,
+        directory: str,
+        episode_ids: Iterable[EpisodeId],
+        *,
+        timeout_s: float,
+        stop: bool = False,
+    ) -> dict[str, CommitReply]: ...
+
+    async def renew(self, checkpoint_id: CheckpointId, *, timeout_s: float) -> None: ...
 
 
 class HeldCheckpoint:
@@ -23,7 +36,7 @@ class HeldCheckpoint:
 
     def __init__(
         self,
-        controller: Controller,
+        controller: Holder,
         checkpoint_id: CheckpointId,
         directory: str,
         timeout_s: float,

@@ -79,6 +79,19 @@ class Member:
     instance: str
 
 
+@attrs.frozen
+class Prepared:
+    """Outcome of a staged prepare."""
+
+    ready: bool
+    reports: dict[str, Report]
+    """By server, of the stages that were asked."""
+
+    @property
+    def blocking(self) -> dict[str, Report]:
+        return {server: report for server, report in self.reports.items() if not report.ready}
+
+
 async def everywhere(
     operation: str,
     members: Sequence[Member],

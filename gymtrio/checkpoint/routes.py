@@ -43,7 +43,9 @@ def control_blueprint(control: Control, is_token: Callable[[str], bool]) -> Blue
         try:
             return _json(
                 reply_to_plain(
-                    await perform(control, operation, parse_request(operation, await _body()))
+                    await perform(
+                        control, operation, parse_request(operation, await read_control_body())
+                    )
                 )
             )
         except Refusal as refusal:
@@ -58,7 +60,12 @@ def control_blueprint(control: Control, is_token: Callable[[str], bool]) -> Blue
     return blueprint
 
 
-async def _body() -> bytes:
+async def read_control_body() -> bytes:
+    """Read the body of the current control request, bounded.
+
+    Raises:
+        TooLarge: it is over the limit; it was not read.
+    """
     request.max_content_length = CONTROL_BODY_BYTES_MAX
     announced = request.content_length
     if announced is not None and announced > CONTROL_BODY_BYTES_MAX:

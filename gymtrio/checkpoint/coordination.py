@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Final, TypeVar
 
-import attrs
 import trio
 
 from gymtrio.background import open_background
@@ -24,6 +23,7 @@ from gymtrio.checkpoint.members import (
     Member,
     NoPolicyModel,
     NotPrepared,
+    Prepared,
     everywhere,
 )
 from gymtrio.errors import GymtrioError, PeerRefused, TransportError
@@ -71,19 +71,6 @@ Q = TypeVar("Q", bound=ControlRequest)
 R = TypeVar(
     "R", PrepareReply, RenewReply, CommitReply, RestoreReply, ResumeReply, RetireReply, ForgetReply
 )
-
-
-@attrs.frozen
-class Prepared:
-    """Outcome of a staged prepare."""
-
-    ready: bool
-    reports: dict[str, Report]
-    """By server, of the stages that were asked."""
-
-    @property
-    def blocking(self) -> dict[str, Report]:
-        return {server: report for server, report in self.reports.items() if not report.ready}
 
 
 @asynccontextmanager

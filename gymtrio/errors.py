@@ -189,7 +189,5 @@ def _leaves(base: type[Refusal]) -> list[type[Refusal]]:
     return found
 
 
-REFUSALS: Final[dict[str, type[Refusal]]] = {
-    leaf.code: leaf for leaf in reversed(_leaves(Refusal))
-}
+REFUSALS: Final[dict[str, type[Refusal]]] = {leaf.code: leaf for leaf in reversed(_leaves(Refusal))}
 """Wire code to class: a client turns an error body back into the type the server raised."""

@@ -1,8 +1,7 @@
 """Checkpoint the rollouts of the example deployment from a trio program.
 
-    mkdir -p /tmp/gymtrio-checkpoints
-    gymtrio up docs/example/deployment.yaml &
-    python docs/example/controller.py
+First `mkdir -p /tmp/gymtrio-checkpoints` and `gymtrio up docs/example/deployment.yaml`, then, from the
+top of the repository, `python docs/example/controller.py`.
 """
 
 from __future__ import annotations

@@ -35,6 +35,9 @@ class RolloutContext:
     episode_id: EpisodeId
     capture_tokens: bool = False
     """The caller wants token ids and log-probs kept for training."""
+    epoch: str | None = None
+    """Which execution of the attempt it belongs to, if the caller knows (HARD-11). It travels as a
+    header, beside the prefix."""
 
     def path(self, real_path: str) -> str:
         """Put the prefix before `real_path`, which starts with a slash."""

@@ -57,6 +57,17 @@ WAKE_SLICE_TASKS: Final = 500
 READINESS_POLL_S: Final = 1.0
 """A waiting prepare looks again at least this often, should a change go unannounced."""
 
+RESULTS_UNACKNOWLEDGED_MAX: Final = 16_384
+"""Results that wait for their caller's acknowledgement, besides those of episodes that run: as many as
+run at once in the largest deployment. Over it new episodes are refused, since none may be lost."""
+
+RESULTS_UNHEARD_MAX: Final = 4_096
+"""Results of callers that left and had not asked for keeping; over it the oldest are dropped. A
+connection that broke is made again within seconds."""
+
+RESULT_UNHEARD_S_MAX: Final = LEASE_GRACE_S_DEFAULT
+"""And for how long: a controller that went silent for longer has lost its checkpoint as well."""
+
 CLEANUP_S_MAX: Final = 10.0
 """Deadline of every shielded clean-up (STEP-7)."""
 
@@ -71,3 +82,6 @@ RENEW_INTERVAL_S_MAX: Final = 10.0
 
 RESUME_S_MIN: Final = 30.0
 """Resuming gets at least this long, also after a deadline has passed: it must not be given up."""
+
+STAGE_PATIENCE_S: Final = 2.0
+"""A resume or retire goes on to the next stage after this long, though somebody has not answered."""

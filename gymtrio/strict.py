@@ -26,6 +26,9 @@ from gymtrio.errors import GymtrioError
 T = TypeVar("T")
 
 _KEY_SHOWN_MAX: Final = 80
+_EXACT: Final = (str, bool, bytes, int)
+_FAULTS: Final = (ValueError, TypeError, BaseExceptionGroup, GymtrioError)
+"""What structuring raises; whoever walked there adds where."""
 
 
 class MalformedValue(GymtrioError):
@@ -106,7 +109,7 @@ def _is_optional(cls: Any) -> bool:
 def build_converter() -> cattrs.Converter:
     """Make a converter with our hooks; each user may register unions of its own on it."""
     converter = cattrs.Converter(forbid_extra_keys=True, detailed_validation=True)
-    for kind in (str, bool, bytes, int):
+    for kind in _EXACT:
         converter.register_structure_hook(kind, _exactly(kind))
     converter.register_structure_hook(float, _finite)
     converter.register_structure_hook_func(lambda cls: cls is object, lambda value, _: value)
@@ -115,7 +118,7 @@ def build_converter() -> cattrs.Converter:
     def below(step: str, value: object, cls: Any) -> Any:
         try:
             return converter.structure(value, cls)
-        except (ValueError, TypeError, BaseExceptionGroup, GymtrioError) as error:
+        except _FAULTS as error:
             raise _At(step, error) from error
 
     def enum_hook(value: object, cls: Any) -> object:
@@ -139,11 +142,22 @@ def build_converter() -> cattrs.Converter:
     def sequence_factory(cls: Any) -> Callable[[object, object], object]:
         make: Any = get_origin(cls)
         inner = get_args(cls)[0]
+        # Scopes and replies name thousands: what has no content to check is looked at by type alone.
+        plain = inner if inner in _EXACT else None
 
         def hook(value: object, _: object) -> object:
             if not isinstance(value, list | tuple):
                 raise _Unfit(f"expected a list, got {describe(value)}")
-            return make(below(f"[{index}]", item, inner) for index, item in enumerate(value))
+            if plain is not None and set(map(type, value)) <= {plain}:
+                return make(value)
+            structure_item = converter.get_structure_hook(inner)
+            made = []
+            try:
+                for item in value:
+                    made.append(structure_item(item, inner))
+            except _FAULTS as error:
+                raise _At(f"[{len(made)}]", error) from error
+            return make(made)
 
         return hook
 
@@ -170,21 +184,29 @@ def build_converter() -> cattrs.Converter:
     def attrs_factory(cls: Any) -> Callable[[object, object], object]:
         attrs.resolve_types(cls)
         fields = {field.alias: field for field in attrs.fields(cls) if field.init}
+        types = {name: field.type or object for name, field in fields.items()}
+        required = [name for name, field in fields.items() if field.default is attrs.NOTHING]
+        # Found at the first value: a class may contain itself.
+        hooks: dict[str, Callable[[Any, Any], Any]] = {}
 
         def hook(value: object, _: object) -> object:
-            if not isinstance(value, Mapping):
+            if type(value) is not dict and not isinstance(value, Mapping):
                 raise _Unfit(f"expected an object, got {describe(value)}")
+            if not hooks:
+                hooks.update((name, converter.get_structure_hook(types[name])) for name in types)
             made: dict[str, object] = {}
             for key, item in value.items():
-                shown = str(key)[:_KEY_SHOWN_MAX]
-                field = fields.get(key) if isinstance(key, str) else None
-                if field is None:
+                if not isinstance(key, str) or key not in fields:
+                    shown = str(key)[:_KEY_SHOWN_MAX]
                     raise _At(
                         f".{shown}", _Unfit("unknown key" + nearest_name(shown, list(fields)))
                     )
-                made[key] = below(f".{shown}", item, field.type or object)
-            for name, field in fields.items():
-                if name not in made and field.default is attrs.NOTHING:
+                try:
+                    made[key] = hooks[key](item, types[key])
+                except _FAULTS as error:
+                    raise _At(f".{key[:_KEY_SHOWN_MAX]}", error) from error
+            for name in required:
+                if name not in made:
                     raise _At(f".{name}", _Unfit("missing"))
             return cls(**made)
 

@@ -66,4 +66,17 @@ def test_leading_zeros_and_huge_attempts_name_no_attempt() -> None:
 
 def test_a_restored_episode_is_the_next_attempt() -> None:
     """ID-3."""
-    assert EpisodeId(RolloutId("r"), 2).next_attempt().capture_key == "r-a3"
+    episode_id = EpisodeId(RolloutId("r"), 2)
+    assert episode_id.next_attempt().capture_key == "r-a3" == episode_id.next_capture_key
+
+
+@given(
+    st.lists(
+        st.builds(EpisodeId, st.sampled_from(["a", "b", "B"]).map(RolloutId), st.integers(0, 20))
+    )
+)
+def test_episodes_are_in_order_of_rollout_then_attempt(episode_ids: list[EpisodeId]) -> None:
+    """CTL-7: lists of blockers name the smallest first."""
+    assert sorted(episode_ids) == sorted(episode_ids, key=lambda e: (e.rollout_id, e.attempt))
+    for one, other in zip(episode_ids, reversed(episode_ids), strict=True):
+        assert (one <= other) == (not other < one) == (other >= one)

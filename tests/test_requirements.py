@@ -11,6 +11,7 @@ TESTS: Final = Path(__file__).parent
 
 MET: Final[dict[str, tuple[int, ...]]] = {
     "ID": (1, 2, 3, 4, 5),
+    "HARD": (9, 11),
     "CTL": (1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12, 13, 14, 17),
     "STO": (1, 2, 3, 4),
     "STEP": (1, 2, 3, 4, 5, 6),

@@ -203,6 +203,11 @@ class LogTokenStore:
             # Others wait for this commit, and a thread cannot be cancelled anyhow.
             with trio.CancelScope(shield=True):
                 await trio.to_thread.run_sync(self._files.commit, puts, limiter=self._thread)
+        except BaseException as error:
+            for put in puts:
+                # Nobody may take what was not written for durable.
+                put.error = put.error or TokenStoreFailed(f"the write failed: {error!r}")
+            raise
         finally:
             for put in puts:
                 put.done = True

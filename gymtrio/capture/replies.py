@@ -98,7 +98,12 @@ def _numbers(carrier: dict[str, object], name: str, types: frozenset[type]) -> l
     values = carrier[name]
     if not isinstance(values, list) or not set(map(type, values)) <= types:
         raise MalformedReply(f"{name}: not a list of {'/'.join(sorted(t.__name__ for t in types))}")
-    if types is _LOG_PROBS and not all(map(math.isfinite, values)):
+    try:
+        finite = types is not _LOG_PROBS or all(map(math.isfinite, values))
+    except OverflowError:
+        # An integer beyond the range of a double.
+        finite = False
+    if not finite:
         raise MalformedReply(f"{name}: not finite")
     return values
 

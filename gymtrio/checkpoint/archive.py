@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableSequence
 from typing import Protocol
 
 import attrs
@@ -20,7 +20,8 @@ class Loaded:
 
     checkpoint_id: CheckpointId
     """Under which it was committed."""
-    records: Sequence[Record]
+    records: MutableSequence[Record]
+    """By capture key; whoever installs them takes them out."""
     manifest_fields: dict[str, object]
 
 

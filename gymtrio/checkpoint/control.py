@@ -17,30 +17,37 @@ Rules of this module:
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import trio
 
 from gymtrio.background import open_background
 from gymtrio.checkpoint.archive import Archive
+from gymtrio.checkpoint.committing import commit_once
 from gymtrio.checkpoint.deadlines import monotonic_deadline
 from gymtrio.checkpoint.jobs import Job, wait_all_ended
-from gymtrio.checkpoint.opened import OpenCheckpoint, commit_arguments, restore_arguments
+from gymtrio.checkpoint.lease import watch_lease
+from gymtrio.checkpoint.opened import (
+    OpenCheckpoint,
+    check_replacements,
+    commit_arguments,
+    restore_arguments,
+)
 from gymtrio.checkpoint.participant import Participant, Settling
 from gymtrio.checkpoint.phases import Step, advance
 from gymtrio.checkpoint.resumed import ResumedIds
+from gymtrio.checkpoint.retirements import Retirements
 from gymtrio.episodes.signal import Signal
 from gymtrio.errors import (
     CheckpointError,
     DeadlineExceeded,
-    DirectoryRefused,
     GymtrioError,
     InvalidPhase,
     RetireIncomplete,
     StaleCheckpoint,
 )
-from gymtrio.ids import CaptureKey, CheckpointId, EpisodeId, RolloutId
+from gymtrio.ids import CheckpointId, keys_of
 from gymtrio.limits import READINESS_POLL_S
 from gymtrio.ports import WallClock
 from gymtrio.wire.control import (
@@ -118,7 +125,7 @@ class Control:
         self._awaiting_restore = recover
         self._open: OpenCheckpoint | None = None
         self._resumed = ResumedIds()
-        self._retirements: dict[EpisodeId, Job[None]] = {}
+        self._retirements = Retirements(participant, nursery, lambda: self._open)
         self._lease_changed = Signal()
         if recover:
             participant.close()
@@ -139,6 +146,11 @@ class Control:
             report=self._participant.report(),
             extra=self._participant.status_fields(),
         )
+
+    @property
+    def awaiting_restore(self) -> bool:
+        """The server serves nothing until it is restored and resumed (HARD-3)."""
+        return self._awaiting_restore
 
     @property
     def phase(self) -> Phase:
@@ -221,7 +233,7 @@ class Control:
             else:
                 with trio.move_on_at(min(deadline, trio.current_time() + READINESS_POLL_S)):
                     await self._participant.changed.wait()
-        if opened.settle.error is not None:
+        if opened.settle.error is not None and not opened.resumed:
             raise opened.settle.error
 
     # -- renew --------------------------------------------------------------------------------
@@ -258,47 +270,16 @@ class Control:
         else:
             advance(opened.phase, Step.COMMIT)
             if not self._participant.ready():
-                raise InvalidPhase("no longer ready: " + ", ".join(self._blockers()))
+                blockers = self._participant.report().blockers
+                raise InvalidPhase("no longer ready: " + ", ".join(blockers))
             opened.arguments = arguments
             opened.commit = Job.start(
-                self._nursery, "commit", lambda: self._commit(opened, request)
+                self._nursery,
+                "commit",
+                lambda: commit_once(self._participant, self._archive, opened, request),
             )
         self._renew(opened, deadline)
         return await opened.commit.wait(deadline)
-
-    async def _commit(self, opened: OpenCheckpoint, request: CommitRequest) -> CommitReply:
-        scope = _keys(request.episode_ids)
-        try:
-            export = await self._participant.export(scope)
-        except GymtrioError:
-            # Nothing was written: a later commit may export again, also with another scope.
-            opened.commit = opened.arguments = None
-            raise
-        try:
-            manifest = await self._archive.write(
-                request.checkpoint_dir,
-                kind=self._participant.kind,
-                instance=self._participant.instance,
-                checkpoint_id=opened.checkpoint_id,
-                export=export,
-                publication=opened.publication,
-            )
-        except DirectoryRefused:
-            opened.commit = opened.arguments = None
-            raise
-        except CheckpointError as error:
-            opened.failed = error
-            raise
-        await self._participant.release(self._participant.unclaimed_outside(scope))
-        if self._open is opened:
-            opened.advance(Step.COMMIT)
-        LOG.info("checkpoint %s: committed %d", opened.checkpoint_id, len(export.episode_ids))
-        return CommitReply(
-            phase=Phase.COMMITTED.value,
-            manifest=manifest,
-            episode_ids=export.episode_ids,
-            extra=export.reply_fields,
-        )
 
     # -- restore ------------------------------------------------------------------------------
 
@@ -308,6 +289,8 @@ class Control:
         Raises:
             DeadlineExceeded: before the work ended; it goes on, and a retry joins it.
             InvalidPhase: live state is in the way.
+            StaleAttempt: a replacement is refused already, since it was retired; it would never be
+                served. Nothing changed.
             InvalidCheckpointState: nothing is installed, admission is as it was.
 
         Cancelled: the work goes on, and a retry joins it.
@@ -329,11 +312,14 @@ class Control:
 
     def _begin_restore(self, request: RestoreRequest, deadline: float) -> OpenCheckpoint:
         self._participant.check_installable()
+        check_replacements(request, self._participant.admission.fences)
         opened = OpenCheckpoint(
             checkpoint_id=request.checkpoint_id,
             nonce=request.controller_nonce,
             lease_expires=deadline + self._lease_grace_s,
             arguments=restore_arguments(request),
+            awaited=self._awaiting_restore,
+            scope=request.episode_ids,
         )
         if not self._awaiting_restore:
             self._close()
@@ -343,30 +329,33 @@ class Control:
         return opened
 
     async def _restore(self, opened: OpenCheckpoint, request: RestoreRequest) -> RestoreReply:
+        restored = tuple(sorted(e.next_capture_key for e in request.episode_ids))
         try:
             loaded = await self._archive.read(
                 request.checkpoint_dir,
                 kind=self._participant.kind,
                 instance=self._participant.instance,
-                scope=_keys(request.episode_ids),
+                scope=keys_of(request.episode_ids),
             )
             if opened.resumed:
                 raise CheckpointError("a resume came before the restore")
             self._participant.check_installable()
-            await self._participant.install(loaded.records, request.episode_ids)
+            await self._participant.install(
+                loaded.records, request.episode_ids, execution_epoch=request.execution_epoch
+            )
             opened.advance(Step.RESTORE)
             self._awaiting_restore = False
         except GymtrioError:
             self._drop(opened)
             raise
         finally:
-            if opened.resumed:
+            if opened.resumed and opened.undo is None:
                 self._drop(opened)
-        LOG.info("checkpoint %s: restored %d", opened.checkpoint_id, len(loaded.records))
+        LOG.info("checkpoint %s: restored %d", opened.checkpoint_id, len(request.episode_ids))
         return RestoreReply(
             phase=Phase.RESTORED.value,
             source_checkpoint_id=loaded.checkpoint_id,
-            restored=tuple(sorted(e.next_attempt().capture_key for e in request.episode_ids)),
+            restored=restored,
         )
 
     # -- resume -------------------------------------------------------------------------------
@@ -389,23 +378,52 @@ class Control:
         opened = self._open
         if opened is None:
             self._resume_unopened(request)
-            await self._wait_stopped(request.checkpoint_id, deadline)
-            return ResumeReply(phase=Phase.IDLE.value, idempotent=True)
-        opened.check_holder(request)
-        if not opened.publication.stop():
-            with trio.move_on_at(deadline):
-                await opened.publication.ended.wait()
-            if not opened.publication.ended.is_set():
-                raise DeadlineExceeded(f"{opened.checkpoint_id} is being published")
-        self._end(opened, "resumed")
-        await self._wait_stopped(opened.checkpoint_id, deadline)
-        return ResumeReply(phase=Phase.IDLE.value, idempotent=False)
+        elif (
+            request.checkpoint_id != opened.checkpoint_id and request.checkpoint_id in self._resumed
+        ):
+            # A late repetition; what is open now is not its business.
+            opened = None
+        elif request.undo_restore and opened.restore is not None:
+            opened.check_holder(request)
+            self._take_back(opened)
+        else:
+            opened.check_holder(request)
+            if not opened.publication.stop():
+                with trio.move_on_at(deadline):
+                    await opened.publication.ended.wait()
+                if not opened.publication.ended.is_set():
+                    raise DeadlineExceeded(f"{opened.checkpoint_id} is being published")
+            self._end(opened)
+        LOG.info("checkpoint %s: resumed", request.checkpoint_id)
+        await self._wait_stopped(request.checkpoint_id, deadline)
+        return ResumeReply(phase=Phase.IDLE.value, idempotent=opened is None)
+
+    def _take_back(self, opened: OpenCheckpoint) -> None:
+        """Begin to undo a restore: the id is fenced at once, the gate opens when it is undone."""
+        opened.resumed = True
+        opened.stop_jobs()
+        if opened.undo is None:
+            opened.undo = Job.start(self._nursery, "undo", lambda: self._undo_restore(opened))
+            self._resumed.add(opened.checkpoint_id, [opened.undo])
+
+    async def _undo_restore(self, opened: OpenCheckpoint) -> None:
+        """Nothing of the replacements was admitted, so dropping them leaves nothing to refuse."""
+        await opened.installed()
+        if opened.phase is Phase.RESTORED:
+            await self._participant.release([e.next_attempt() for e in opened.scope])
+            self._awaiting_restore = opened.awaited
+        self._drop(opened)
 
     def _resume_unopened(self, request: ResumeRequest) -> None:
         if self._awaiting_restore and request.start_afresh:
             self._awaiting_restore = False
             self._participant.open()
-        elif self._awaiting_restore and request.checkpoint_id not in self._resumed:
+        elif (
+            self._awaiting_restore
+            and request.checkpoint_id not in self._resumed
+            # What a failed restore is taken back by may overtake it, and fences its id alone.
+            and not request.undo_restore
+        ):
             raise InvalidPhase("this server waits for a restore; start_afresh opens it without")
         self._resumed.add(request.checkpoint_id)
 
@@ -419,23 +437,22 @@ class Control:
             names = ", ".join(job.name for job in running)
             raise DeadlineExceeded(f"{checkpoint_id} was resumed, but not all has ended: {names}")
 
-    def _end(self, opened: OpenCheckpoint, why: str) -> None:
-        """The instant of resuming, by whoever came first."""
+    def _end(self, opened: OpenCheckpoint) -> None:
+        """The instant of resuming, by whoever comes first."""
         if opened.resumed or self._open is not opened:
             return
-        LOG.info("checkpoint %s: %s", opened.checkpoint_id, why)
         opened.resumed = True
-        opened.publication.stop()
         self._resumed.add(opened.checkpoint_id, opened.jobs())
-        for job in opened.jobs():
-            job.cancel()
-        if opened.restore is None or opened.restore.ended:
+        if opened.installing:
+            opened.stop_jobs()
+        else:
             self._drop(opened)
 
     def _drop(self, opened: OpenCheckpoint) -> None:
         """Nothing is open any more; the gate is, unless a restore is still waited for."""
         if self._open is not opened:
             return
+        opened.stop_jobs()
         if opened.phase is not Phase.IDLE:
             opened.advance(Step.RESUME)
         self._open = None
@@ -452,37 +469,17 @@ class Control:
 
         Raises:
             DeadlineExceeded: something has not stopped; it stays marked and tracked, blocks the
-            next
-                prepare, and a repeated retire joins.
+                next prepare, and a repeated retire joins.
 
         Cancelled: the stopping goes on.
         """
         deadline = self._deadline(request)
         self._check_not_awaiting("retire")
         self._participant.refuse(request.episode_ids)
-        jobs = [self._retirement(episode_id) for episode_id in request.episode_ids]
+        jobs = [self._retirements.start(episode_id) for episode_id in request.episode_ids]
         for job in jobs:
             await job.wait(deadline)
         return RetireReply(retired=tuple(e.capture_key for e in request.episode_ids))
-
-    def _retirement(self, episode_id: EpisodeId) -> Job[None]:
-        running = self._retirements.get(episode_id)
-        if running is not None:
-            return running
-        job = Job.start(self._nursery, f"retire {episode_id}", lambda: self._retire(episode_id))
-        self._retirements[episode_id] = job
-        return job
-
-    async def _retire(self, episode_id: EpisodeId) -> None:
-        try:
-            while (opened := self._open) is not None and opened.installing:
-                await opened.installed()
-                # What the install put in was not there to be refused.
-                self._participant.refuse([episode_id])
-            await self._participant.retire(episode_id)
-        finally:
-            del self._retirements[episode_id]
-            self._participant.changed.notify()
 
     async def forget(self, request: ForgetRequest) -> ForgetReply:
         """Drop the marks of rollouts that are finished for good (CTL-12).
@@ -493,36 +490,22 @@ class Control:
         self._deadline(request)
         self._check_not_awaiting("forget")
         rollout_ids = request.checked()
-        running = self._still_running(rollout_ids)
+        running = set(self._participant.still_running(rollout_ids))
+        running.update(self._retirements.of(rollout_ids))
         if running:
-            raise RetireIncomplete("still running: " + ", ".join(e.capture_key for e in running))
+            raise RetireIncomplete("still running: " + ", ".join(map(str, sorted(running))))
         self._participant.forget(rollout_ids)
         return ForgetReply(forgotten=tuple(sorted(set(rollout_ids))))
-
-    def _still_running(self, rollout_ids: Sequence[RolloutId]) -> list[EpisodeId]:
-        named = frozenset(rollout_ids)
-        retiring = {e for e in self._retirements if e.rollout_id in named}
-        return sorted(retiring.union(self._participant.still_running(rollout_ids)))
 
     # -- lease --------------------------------------------------------------------------------
 
     async def watch_lease(self) -> None:
-        """Resume by ourselves when a controller went silent (CTL-11)."""
-        while True:
-            opened = self._open
-            if opened is None:
-                await self._lease_changed.wait()
-                continue
-            with trio.move_on_at(opened.lease_expires):
-                await opened.ended.wait()
-            if self._open is not opened or trio.current_time() < opened.lease_expires:
-                continue
-            if not opened.publication.stop():
-                # Until it has ended, the holder may still renew.
-                await opened.publication.ended.wait()
-                continue
-            self._end(opened, "lease expired")
-            await opened.ended.wait()
+        """Resume by ourselves when a controller went silent."""
+        await watch_lease(lambda: self._open, self._lease_changed, self._expire)
+
+    def _expire(self, opened: OpenCheckpoint) -> None:
+        LOG.warning("checkpoint %s: lease expired", opened.checkpoint_id)
+        self._end(opened)
 
     # -- shared -------------------------------------------------------------------------------
 
@@ -549,10 +532,3 @@ class Control:
             raise InvalidPhase(f"{request.checkpoint_id} is not open")
         self._open.check_holder(request)
         return self._open
-
-    def _blockers(self) -> tuple[str, ...]:
-        return self._participant.report().blockers
-
-
-def _keys(episode_ids: tuple[EpisodeId, ...] | None) -> frozenset[CaptureKey] | None:
-    return None if episode_ids is None else frozenset(e.capture_key for e in episode_ids)

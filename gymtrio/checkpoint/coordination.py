@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from itertools import count
 from typing import Final, TypeVar
 
 import trio
@@ -35,6 +36,7 @@ from gymtrio.limits import (
     ID_CHARACTERS_MAX,
     RENEW_INTERVAL_S_MAX,
     RESUME_S_MIN,
+    STAGE_PATIENCE_S,
 )
 from gymtrio.ports import Randomness, WallClock
 from gymtrio.wire.control import (
@@ -153,11 +155,14 @@ class Controller:
         """Tells this controller from another that uses the same checkpoint id (HARD-5)."""
         self._channel = channel
         self._wall_clock = wall_clock
-        self._restores = 0
+        self._restores = count(1)
 
     def restricted_to(self, members: tuple[Member, ...]) -> Controller:
         """The same controller for some of the members, to look into what depends on which."""
-        return Controller(members, self._channel, wall_clock=self._wall_clock, nonce=self.nonce)
+        some = Controller(members, self._channel, wall_clock=self._wall_clock, nonce=self.nonce)
+        # No two restores of one controller may have the same hold or epoch.
+        some._restores = self._restores
+        return some
 
     # -- one operation over many participants -------------------------------------------------
 
@@ -245,16 +250,8 @@ class Controller:
         await self._resume_with(request, timeout_s)
 
     async def _resume_with(self, request: ResumeRequest, timeout_s: float) -> None:
-        failures: dict[str, GymtrioError] = {}
-        deadline = trio.current_time() + timeout_s
-        for kind in reversed(PREPARE_ORDER):
-            stage = [member for member in self.members if member.kind is kind]
-            try:
-                await self._send("resume", stage, request, deadline, ResumeReply)
-            except Failed as failed:
-                failures |= failed.failures
-        if failures:
-            raise Failed("resume", failures)
+        order = [(kind,) for kind in reversed(PREPARE_ORDER)]
+        await self._through_failures("resume", order, request, timeout_s, ResumeReply)
 
     async def restore(
         self,
@@ -266,47 +263,41 @@ class Controller:
     ) -> dict[str, RestoreReply]:
         """Restore the scope everywhere, then let it go on: all of it or nothing (COORD-3).
 
+        Each restore issues an epoch of its own, so that what an earlier restore of the same checkpoint
+        has still under way is refused everywhere (HARD-11).
+
         Args:
             checkpoint_id: names the checkpoint; the hold gets an id of its own, so that the same
                 checkpoint can be restored any number of times.
             episode_ids: the attempts as they were checkpointed.
 
         Raises:
-            Failed: nothing was restored: the replacement attempts are retired and everything is
-                resumed. The cause is the first failure.
+            Failed: `operation` "restore": nothing was restored, and what some had installed is
+                undone: they are as before, so the same checkpoint can be restored again. "resume":
+                everything is restored, and the servers named have not opened; the others go on.
+                The cause is the first failure.
 
-        Cancelled: like a failure.
+        Cancelled: before everything is restored, nothing is; later, like a failed resume.
         """
         scope = tuple(episode_ids)
-        self._restores += 1
-        hold = _restore_hold(checkpoint_id, f"{self.nonce[:12]}-{self._restores}")
+        number = next(self._restores)
+        hold = _restore_hold(checkpoint_id, f"{self.nonce[:12]}-{number}")
         request = self._request(
-            RestoreRequest, hold, timeout_s, checkpoint_dir=directory, episode_ids=scope
+            RestoreRequest,
+            hold,
+            timeout_s,
+            checkpoint_dir=directory,
+            episode_ids=scope,
+            execution_epoch=f"{self.nonce}-{number}",
         )
         deadline = trio.current_time() + timeout_s
         try:
             replies = await self._send("restore", self.members, request, deadline, RestoreReply)
         except BaseException:
-            await self._undo_restore(hold, scope, deadline)
+            await self._resume_quietly(hold, timeout_s, undo_restore=True)
             raise
         await self.resume(hold, timeout_s=max(RESUME_S_MIN, deadline - trio.current_time()))
         return replies
-
-    async def _undo_restore(
-        self, hold: CheckpointId, scope: tuple[EpisodeId, ...], deadline: float
-    ) -> None:
-        cleanup_s = max(RESUME_S_MIN, deadline - trio.current_time())
-        with trio.move_on_after(cleanup_s, shield=True):
-            if scope:
-                try:
-                    replacements = [episode_id.next_attempt() for episode_id in scope]
-                    await self.retire(hold, replacements, timeout_s=cleanup_s)
-                except Failed as failed:
-                    LOG.warning("after a failed restore: %s", failed)
-            try:
-                await self.resume(hold, timeout_s=cleanup_s)
-            except Failed as failed:
-                LOG.warning("after a failed restore: %s", failed)
 
     async def retire(
         self, checkpoint_id: CheckpointId, episode_ids: Iterable[EpisodeId], *, timeout_s: float
@@ -333,16 +324,43 @@ class Controller:
     async def _callers_first(
         self, operation: str, request: ControlRequest, timeout_s: float, cls: type[R]
     ) -> None:
+        await self._through_failures(operation, RETIRE_ORDER, request, timeout_s, cls)
+
+    async def _through_failures(
+        self,
+        operation: str,
+        order: Sequence[tuple[Kind, ...]],
+        request: ControlRequest,
+        timeout_s: float,
+        cls: type[R],
+    ) -> None:
+        """Do it stage by stage, without letting one member that is away hold up the others.
+
+        A stage that has not answered within `STAGE_PATIENCE_S` is still asked until the deadline, but
+        the next one does not wait for it.
+
+        Raises:
+            Failed: at the end, with every failure.
+        """
         failures: dict[str, GymtrioError] = {}
         deadline = trio.current_time() + timeout_s
-        for kinds in RETIRE_ORDER:
-            stage = [member for member in self.members if member.kind in kinds]
+
+        async def ask(stage: Sequence[Member], answered: trio.Event) -> None:
             try:
                 await self._send(operation, stage, request, deadline, cls)
             except Failed as failed:
-                failures |= failed.failures
+                failures.update(failed.failures)
+            answered.set()
+
+        async with trio.open_nursery() as nursery:
+            for kinds in order:
+                stage = [member for member in self.members if member.kind in kinds]
+                answered = trio.Event()
+                nursery.start_soon(ask, stage, answered)
+                with trio.move_on_after(STAGE_PATIENCE_S):
+                    await answered.wait()
         if failures:
-            raise Failed(operation, failures)
+            raise Failed(operation, failures) from next(iter(failures.values()))
 
     # -- the whole of a checkpoint ------------------------------------------------------------
 
@@ -376,9 +394,25 @@ class Controller:
             async with open_background() as nursery:
                 nursery.start_soon(held.keep_renewing, interval_s)
                 yield held
-        finally:
-            with trio.move_on_after(RESUME_S_MIN + CLEANUP_S_MAX, shield=True):
-                await self.resume(checkpoint_id, timeout_s=max(RESUME_S_MIN, timeout_s))
+        except BaseException:
+            # What the body raised is what its caller is told.
+            await self._resume_quietly(checkpoint_id, timeout_s)
+            raise
+        bound_s = max(RESUME_S_MIN, timeout_s)
+        with trio.fail_after(bound_s + CLEANUP_S_MAX, shield=True):
+            await self.resume(checkpoint_id, timeout_s=bound_s)
+
+    async def _resume_quietly(
+        self, checkpoint_id: CheckpointId, timeout_s: float, *, undo_restore: bool = False
+    ) -> None:
+        """Resume on the way out of a failure: shielded, bounded by its deadline, only logged."""
+        bound_s = max(RESUME_S_MIN, timeout_s)
+        request = self._request(ResumeRequest, checkpoint_id, bound_s, undo_restore=undo_restore)
+        try:
+            with trio.fail_after(bound_s + CLEANUP_S_MAX, shield=True):
+                await self._resume_with(request, bound_s)
+        except Failed as failed:
+            LOG.warning("%s: %s", checkpoint_id, failed)
 
     # -- shared -------------------------------------------------------------------------------
 

@@ -9,8 +9,10 @@ import trio
 
 from gymtrio.checkpoint.jobs import Job
 from gymtrio.checkpoint.phases import Step, advance
-from gymtrio.errors import CheckpointConflict, CheckpointError
-from gymtrio.ids import CheckpointId
+from gymtrio.episodes.fences import Fences
+from gymtrio.errors import CheckpointConflict, CheckpointError, StaleAttempt
+from gymtrio.ids import CheckpointId, EpisodeId
+from gymtrio.limits import BLOCKERS_LISTED_MAX
 from gymtrio.storage.publication import Publication
 from gymtrio.wire.control import (
     CommitReply,
@@ -29,12 +31,23 @@ Arguments = tuple[object, ...]
 
 
 def commit_arguments(request: CommitRequest) -> Arguments:
-    scope = None if request.episode_ids is None else tuple(sorted(request.episode_ids))
+    scope = None if request.episode_ids is None else frozenset(request.episode_ids)
     return (request.checkpoint_dir, scope, request.stop)
 
 
 def restore_arguments(request: RestoreRequest) -> Arguments:
-    return (request.checkpoint_dir, tuple(sorted(request.episode_ids)))
+    return (request.checkpoint_dir, frozenset(request.episode_ids), request.execution_epoch)
+
+
+def check_replacements(request: RestoreRequest, fences: Fences) -> None:
+    """
+    Raises:
+        StaleAttempt: a replacement was retired before: it would be installed and never be served.
+    """
+    refused = [e for e in request.episode_ids if fences.is_next_stale(e)]
+    if refused:
+        named = ", ".join(e.next_capture_key for e in refused[:BLOCKERS_LISTED_MAX])
+        raise StaleAttempt(f"{named}: retired before it could continue, and not forgotten")
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -54,6 +67,12 @@ class OpenCheckpoint:
     settle: Job[None] | None = None
     commit: Job[CommitReply] | None = None
     restore: Job[RestoreReply] | None = None
+    undo: Job[None] | None = None
+    """Takes back what the restore installed; ends the checkpoint itself."""
+    awaited: bool = False
+    """The server waited to be restored when this began."""
+    scope: tuple[EpisodeId, ...] = ()
+    """What the restore installs the next attempts of."""
     failed: CheckpointError | None = None
     """A write or sync reported an error: the commit stays failed (HARD-12)."""
     publication: Publication = attrs.field(factory=Publication)
@@ -81,7 +100,7 @@ class OpenCheckpoint:
         """
         if self.arguments is not None and self.arguments != arguments:
             raise CheckpointConflict(
-                f"{self.checkpoint_id} was begun with another directory or scope"
+                f"{self.checkpoint_id} was begun with another directory, scope or epoch"
             )
 
     def renew(self, lease_expires: float) -> None:
@@ -89,6 +108,12 @@ class OpenCheckpoint:
 
     def jobs(self) -> list[AnyJob]:
         return [job for job in (self.settle, self.commit, self.restore) if job is not None]
+
+    def stop_jobs(self) -> None:
+        """Ask all of them to end, and see to it that nothing is published any more."""
+        self.publication.stop()
+        for job in self.jobs():
+            job.cancel()
 
     @property
     def installing(self) -> bool:

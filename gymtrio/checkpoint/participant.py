@@ -6,7 +6,7 @@ owned by the control plane as a joinable job. No method waits for the controller
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableSequence, Sequence
 from typing import Protocol
 
 import attrs
@@ -110,14 +110,23 @@ class Participant(Protocol):
         """
         ...
 
-    async def install(self, records: Sequence[Record], scope: Sequence[EpisodeId]) -> None:
+    async def install(
+        self,
+        records: MutableSequence[Record],
+        scope: Sequence[EpisodeId],
+        *,
+        execution_epoch: str | None = None,
+    ) -> None:
         """Install the scope under the next attempts, all of it or nothing.
 
-        The fences up to the checkpointed attempts rise in the same instant as the state appears.
+        The fences up to the checkpointed attempts rise in the same instant as the state appears, and
+        the epoch of their next attempts is recorded in it.
 
         Args:
-            records: those of the scope, verified, by capture key.
+            records: those of the scope, verified, by capture key. Given away: taken out as they are
+                read, so that their bytes are not held beside what is made of them.
             scope: the attempts as they were checkpointed, also those without a record.
+            execution_epoch: of this restore, see `RestoreRequest`.
 
         Raises:
             InvalidCheckpointState: a record that does not hold what it must; nothing is installed.
@@ -138,7 +147,8 @@ class Participant(Protocol):
         ...
 
     def still_running(self, rollout_ids: Sequence[RolloutId]) -> list[EpisodeId]:
-        """Attempts of these rollouts that were refused and have not ended (CTL-12)."""
+        """Attempts of these rollouts of which something runs or is in use here, refused or not; what is
+        restored and unclaimed is not (CTL-12)."""
         ...
 
     def forget(self, rollout_ids: Sequence[RolloutId]) -> None:

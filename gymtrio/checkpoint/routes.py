@@ -14,7 +14,7 @@ from quart import Blueprint, Response, request
 
 from gymtrio.checkpoint.access import presents_token
 from gymtrio.checkpoint.control import Control
-from gymtrio.checkpoint.dispatch import parse_request, perform
+from gymtrio.checkpoint.dispatch import perform, read_request
 from gymtrio.errors import NotFound, Refusal, TooLarge, Unauthorized
 from gymtrio.limits import CONTROL_BODY_BYTES_MAX
 from gymtrio.wire.control import CONTROL_PREFIX, reply_to_plain
@@ -41,13 +41,8 @@ def control_blueprint(control: Control, is_token: Callable[[str], bool]) -> Blue
     @blueprint.post("/<operation>")
     async def operate(operation: str) -> Response:
         try:
-            return _json(
-                reply_to_plain(
-                    await perform(
-                        control, operation, parse_request(operation, await read_control_body())
-                    )
-                )
-            )
+            message = await read_request(operation, await read_control_body())
+            return _json(reply_to_plain(await perform(control, operation, message)))
         except Refusal as refusal:
             return refuse(refusal)
 

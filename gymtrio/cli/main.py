@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import pkgutil
 import sys
 from collections.abc import Iterable, Sequence
@@ -50,6 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = build_parser(find_commands()).parse_args(arguments)
     try:
         status: int = given.run(given)
+    except* BrokenPipeError:
+        # Whoever read the output, such as `head`, has enough of it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
     except* GymtrioError as errors:
         print(f"gymtrio: {_first(errors)}", file=sys.stderr)
         status = 1

@@ -5,13 +5,13 @@ gate open and without a suspension point after that decision, so the caller's ne
 to the same instant: there it enters its ticket or changes its state.
 
 Waiting is not being in flight: a waiter holds nothing and blocks nothing. It is woken by opening,
-or by a retirement of its attempt. A woken waiter looks again, because another checkpoint may have
-closed the gate before it ran (STEP-2).
+or by a retirement or restore of its rollout. A woken waiter looks again, because another checkpoint
+may have closed the gate before it ran (STEP-2).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Set
 from itertools import islice
 
 import attrs
@@ -20,7 +20,7 @@ import trio
 from gymtrio.episodes.fences import Fences
 from gymtrio.episodes.signal import Signal
 from gymtrio.errors import AdmissionClosed
-from gymtrio.ids import EpisodeId
+from gymtrio.ids import EpisodeId, RolloutId
 from gymtrio.limits import WAKE_SLICE_TASKS
 
 
@@ -67,18 +67,29 @@ class Admission:
         for episode_id in episode_ids:
             self.fences.refuse(episode_id)
             rollout_ids.add(episode_id.rollout_id)
+        self._wake_those_of(rollout_ids)
+
+    def supersede(self, episode_ids: Collection[EpisodeId], epoch: str | None) -> None:
+        """As `refuse`, at a restore: the next attempts are executions of this epoch (HARD-11)."""
+        self.fences.supersede(episode_ids, epoch)
+        self._wake_those_of({episode_id.rollout_id for episode_id in episode_ids})
+
+    def _wake_those_of(self, rollout_ids: Set[RolloutId]) -> None:
         for waiter in list(self._waiters):
             if waiter.episode_id is not None and waiter.episode_id.rollout_id in rollout_ids:
                 self._wake(waiter)
 
-    async def enter(self, episode_id: EpisodeId | None, *, refuse: bool = False) -> None:
+    async def enter(
+        self, episode_id: EpisodeId | None, *, epoch: str | None = None, refuse: bool = False
+    ) -> None:
         """Wait until work of this attempt may start; on return the gate is open.
 
         Args:
+            epoch: the execution of the attempt that the caller belongs to, if it says so.
             refuse: the caller would rather be refused than wait.
 
         Raises:
-            StaleAttempt: the attempt is refused, before the wait or since.
+            StaleAttempt: the attempt or its execution is refused, before the wait or since.
             AdmissionClosed: `refuse` was asked for and the gate is closed.
 
         Cancelled: nothing was entered.
@@ -86,7 +97,7 @@ class Admission:
         await trio.lowlevel.checkpoint()
         while True:
             if episode_id is not None:
-                self.fences.check(episode_id)
+                self.fences.check(episode_id, epoch)
             if not self._closed:
                 return
             if refuse:

@@ -54,7 +54,8 @@ class EpisodeState(Enum):
     FINISHING = "finishing"
 
 
-_BLOCKING: Final = frozenset({EpisodeState.RUNNING, EpisodeState.WAIT_STEP, EpisodeState.FINISHING})
+# No set: hashing a member is a call, and it is asked at every change of thousands.
+_BLOCKING: Final = (EpisodeState.RUNNING, EpisodeState.WAIT_STEP, EpisodeState.FINISHING)
 
 
 class Episode:
@@ -81,6 +82,8 @@ class Episode:
         """What it came to last; None: nothing outside can have changed through it."""
         self.stopping: Refusal | None = None
         """What its caller is told once it has stopped; set by `stop`."""
+        self.conclusion: outcome.Value[object] | None = None
+        """What its body returns, since it has nothing to do any more; set by `conclude`."""
         self.ended = trio.Event()
         self._owner = owner
         self._scope = scope
@@ -122,6 +125,17 @@ class Episode:
             await self._owner.admission.wait_open()
             self._deadline.resume()
             self._enter(EpisodeState.RUNNING, "past a boundary")
+
+    async def conclude(self, answer: object, boundary: object) -> None:
+        """Record the last boundary; the body cleans up and returns `answer`, whatever comes.
+
+        Args:
+            boundary: continuing from it gives the answer and does nothing else.
+
+        Cancelled: it is recorded.
+        """
+        self.conclusion = outcome.Value(answer)
+        await self.boundary(boundary)
 
     async def step(
         self,
@@ -187,8 +201,9 @@ class Episode:
         """
         if self.stopping is not None:
             return
-        with self._owner.counted(self):
-            self.stopping = why
+        before = self.blocks
+        self.stopping = why
+        self._owner.recount(before, self.blocks)
         if self.state is not EpisodeState.FINISHING:
             self._scope.cancel()
 
@@ -205,8 +220,9 @@ class Episode:
             self._deadline.resume()
 
     def _enter(self, state: EpisodeState, doing: str) -> None:
-        with self._owner.counted(self):
-            self.state = state
+        before = self.blocks
+        self.state = state
+        self._owner.recount(before, self.blocks)
         self.since = trio.current_time()
         self.doing = doing
         if state is EpisodeState.REPLAY_STEP and self._owner.admission.closed:
@@ -217,22 +233,6 @@ class Episode:
         if self.stopping is not None:
             return f"stopping, {self.doing}"
         return f"{self.state.value}: {self.doing}"
-
-
-class _Counted:
-    """Keeps invariant E1 across one change of one episode."""
-
-    def __init__(self, owner: Episodes, episode: Episode) -> None:
-        self._owner = owner
-        self._episode = episode
-
-    def __enter__(self) -> None:
-        self._before = self._episode.blocks
-
-    def __exit__(self, *_: object) -> None:
-        self._owner.blocking += self._episode.blocks - self._before
-        if self._before and not self._episode.blocks:
-            self._owner.changed.notify()
 
 
 class Episodes:
@@ -252,8 +252,11 @@ class Episodes:
         """Readiness in O(1) (STEP-6)."""
         self._by_rollout: ByRollout[Episode] = ByRollout()
 
-    def counted(self, episode: Episode) -> _Counted:
-        return _Counted(self, episode)
+    def recount(self, before: bool, after: bool) -> None:
+        """Keep E1 across one change of one episode: whether it blocked, and whether it does now."""
+        self.blocking += after - before
+        if before and not after:
+            self.changed.notify()
 
     async def run(
         self,

@@ -1,7 +1,12 @@
-"""Which attempts are refused (CTL-5).
+"""Which attempts are refused (CTL-5), and which executions of an attempt (HARD-11).
+
+A checkpoint that is restored twice continues under the same attempt twice. What tells the two
+executions apart is the epoch that each restore issues: (rollout, attempt, epoch) is the fence.
 
 Invariant F1: the mark of a rollout only rises, until it is forgotten.
 Invariant F2: a mark is raised before any stopping of what it refuses begins.
+Invariant F3: the epoch of a replacement attempt is that of the last restore that made it; it is
+recorded in the instant in which the mark below it is raised, and lasts as long.
 """
 
 from __future__ import annotations
@@ -13,10 +18,12 @@ from gymtrio.ids import EpisodeId, RolloutId
 
 
 class Fences:
-    """The highest refused attempt of each rollout."""
+    """The highest refused attempt of each rollout, and the execution of the one that replaced it."""
 
     def __init__(self) -> None:
         self._refused: dict[RolloutId, int] = {}
+        self._executions: dict[RolloutId, tuple[int, str | None]] = {}
+        """The replacement attempt and its epoch, as the last restore said it."""
 
     def __len__(self) -> int:
         return len(self._refused)
@@ -26,13 +33,38 @@ class Fences:
         mark = self._refused.get(episode_id.rollout_id, -1)
         self._refused[episode_id.rollout_id] = max(mark, episode_id.attempt)
 
+    def supersede(self, episode_ids: Iterable[EpisodeId], epoch: str | None) -> None:
+        """Refuse restored attempts; their next ones are executions of this epoch from now on.
+
+        Args:
+            epoch: None: the restore named none. Then no execution that names one is the current one.
+        """
+        for episode_id in episode_ids:
+            self.refuse(episode_id)
+            # Attempts that stand below the mark are refused whatever their epoch: the highest counts.
+            attempt = self._refused[episode_id.rollout_id] + 1
+            if attempt == episode_id.attempt + 1:
+                self._executions[episode_id.rollout_id] = (attempt, epoch)
+
+    def epoch_of(self, episode_id: EpisodeId) -> str | None:
+        """The epoch of this attempt's current execution, or None: no restore gave it one."""
+        attempt, epoch = self._executions.get(episode_id.rollout_id, (None, None))
+        return epoch if attempt == episode_id.attempt else None
+
     def is_stale(self, episode_id: EpisodeId) -> bool:
         return episode_id.attempt <= self._refused.get(episode_id.rollout_id, -1)
 
-    def check(self, episode_id: EpisodeId) -> None:
+    def is_next_stale(self, episode_id: EpisodeId) -> bool:
+        """Whether the attempt after this one is refused already."""
+        return episode_id.attempt < self._refused.get(episode_id.rollout_id, -1)
+
+    def check(self, episode_id: EpisodeId, epoch: str | None = None) -> None:
         """
+        Args:
+            epoch: the execution that the caller says it belongs to; None: it does not know.
+
         Raises:
-            StaleAttempt: the attempt is refused.
+            StaleAttempt: the attempt is refused, or its execution was superseded.
         """
         if self.is_stale(episode_id):
             mark = self._refused[episode_id.rollout_id]
@@ -40,7 +72,21 @@ class Fences:
                 f"{episode_id} was retired or superseded: attempts up to {mark} are refused"
             )
 
+        self.check_execution(episode_id, epoch)
+
+    def check_execution(self, episode_id: EpisodeId, epoch: str | None) -> None:
+        """As `check`, of the epoch alone.
+
+        An attempt that no restore made here has no epoch to compare with: it passes.
+        """
+        attempt, current = self._executions.get(episode_id.rollout_id, (None, None))
+        if epoch is not None and attempt == episode_id.attempt and epoch != current:
+            raise StaleAttempt(
+                f"{episode_id}: this execution (epoch {epoch}) was superseded by a later restore"
+            )
+
     def forget(self, rollout_ids: Iterable[RolloutId]) -> None:
-        """Drop the marks of rollouts of which nothing can arrive any more."""
+        """Drop the marks and epochs of rollouts of which nothing can arrive any more."""
         for rollout_id in rollout_ids:
             self._refused.pop(rollout_id, None)
+            self._executions.pop(rollout_id, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableSequence
 from typing import TypeVar
 
 import trio
@@ -28,8 +28,13 @@ class Slices:
             self._ends = trio.current_time() + LOOP_SLICE_S
 
 
-async def decode_records(cls: type[T], records: Sequence[Record]) -> list[tuple[EpisodeId, T]]:
+async def decode_records(
+    cls: type[T], records: MutableSequence[Record]
+) -> list[tuple[EpisodeId, T]]:
     """Decode records strictly; thousands of them in one stretch would stall the loop.
+
+    Args:
+        records: taken out as they are decoded: both forms of all would need twice the memory.
 
     Raises:
         InvalidCheckpointState: one does not hold what it must; the detail names its episode.
@@ -37,7 +42,8 @@ async def decode_records(cls: type[T], records: Sequence[Record]) -> list[tuple[
     read: list[tuple[EpisodeId, T]] = []
     slices = Slices()
     await trio.lowlevel.checkpoint()
-    for record in records:
-        read += read_records(cls, (record,))
+    records.reverse()
+    while records:
+        read += read_records(cls, (records.pop(),))
         await slices.turn()
     return read

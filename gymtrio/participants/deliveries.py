@@ -26,12 +26,18 @@ class Deliveries:
 
     def __init__(self, changed: Signal) -> None:
         self.tickets = Tickets(changed)
-        self._ended: dict[str, Ticket] = {}
+        self._ended: dict[str, tuple[Ticket, Callable[[bool], None] | None]] = {}
         """Work that has ended and of which `deliver` was not called yet."""
 
-    def ended(self, episode_id: EpisodeId, name: str) -> None:
-        """A piece of work has ended; `deliver` follows in the same instant."""
-        self._ended[name] = self.tickets.take(episode_id, "delivering its reply")
+    def ended(
+        self, episode_id: EpisodeId, name: str, sent: Callable[[bool], None] | None = None
+    ) -> None:
+        """A piece of work has ended; `deliver` follows in the same instant.
+
+        Args:
+            sent: told whether its reply was handed over, in the instant in which it stops blocking.
+        """
+        self._ended[name] = self.tickets.take(episode_id, "delivering its reply"), sent
 
     def deliver(self, name: str) -> Callable[[bool], None]:
         """Hand the reply over to whoever sends it.
@@ -40,9 +46,11 @@ class Deliveries:
             What is called once: True, the bytes are out; False, the caller left. Harmless when nothing
             of this name has ended, as after a refusal at the gate.
         """
-        ticket = self._ended.pop(name, None)
+        ticket, sent = self._ended.pop(name, (None, None))
 
         def done(delivered: bool) -> None:
+            if sent is not None:
+                sent(delivered)
             if ticket is not None:
                 ticket.give_back()
 

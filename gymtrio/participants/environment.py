@@ -6,32 +6,38 @@
   past its last boundary blocks until its reply is out or its caller has left.
 - V3 While the gate is closed no clean-up begins: the gates of other servers may be closed as well, so
   it would only block. It is owed until resume, and then owned by the participant.
+- V4 Once an episode has concluded, its result is in every checkpoint until its caller has it (HARD-9):
+  as its last boundary while it is parked there, then as a kept result (`results.py`).
+- V5 The execution of a replacement attempt is that of its last restore: `epoch_of` is asked in the
+  instant of admission, and every call made on its behalf carries it (HARD-11).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, MutableSequence, Sequence
 from functools import partial
 from itertools import chain
-from typing import Final, TypeVar
+from typing import Final, TypeVar, cast
 
 import attrs
 import trio
+from outcome import Value
 
 from gymtrio.checkpoint.participant import Export
 from gymtrio.episodes.blockers import Blocker, report_of
 from gymtrio.episodes.cleanups import Cleanups
-from gymtrio.episodes.episode import Episode, Episodes
+from gymtrio.episodes.episode import Episode, Episodes, EpisodeTimedOut
 from gymtrio.episodes.signal import Signal
 from gymtrio.episodes.tickets import Ticket, Tickets
 from gymtrio.errors import CheckpointConflict, InvalidCheckpointState, InvalidPhase, StaleAttempt
 from gymtrio.ids import CaptureKey, EpisodeId, RolloutId
 from gymtrio.limits import BLOCKERS_LISTED_MAX
 from gymtrio.participants.base import ParticipantBase, make_record
-from gymtrio.participants.decoding import decode_records
+from gymtrio.participants.decoding import Slices, decode_records
 from gymtrio.participants.deliveries import Deliveries
 from gymtrio.participants.restored import Restored
+from gymtrio.participants.results import Result, Results, last_boundary, outcome_of
 from gymtrio.storage.opaque import decode, encode
 from gymtrio.storage.records import Record
 from gymtrio.wire.control import Kind, Report
@@ -60,6 +66,7 @@ class EnvironmentParticipant(ParticipantBase):
         super().__init__(instance)
         self.episodes = Episodes(self.admission, self.changed)
         self.restored: Restored[EnvironmentRecord] = Restored()
+        self.results = Results(self.admission)
         self._digests: dict[str, str] = {}
         """Of live episodes, by capture key."""
         self._deliveries = Deliveries(self.changed)
@@ -77,60 +84,134 @@ class EnvironmentParticipant(ParticipantBase):
         body: Callable[[Episode], Awaitable[T]],
         timeout_s: float | None = None,
         *,
+        timed_out: Callable[[EpisodeTimedOut], T] | None = None,
+        epoch: str | None = None,
         refuse: bool = False,
+        wants_ack: bool = False,
     ) -> T:
         """Admit an episode and run it, from its restored boundary if there is one.
 
+        One that has ended already, here or before its restore, is answered as it was and runs nothing.
         Whatever comes of it but a cancellation, the caller calls `deliver` in the same instant.
 
         Args:
             digest: `json_digest` of its task.
+            body: returns JSON, which `conclude` was told before.
             timeout_s: time it may run, parked time not counted; None: no limit.
+            timed_out: what is answered when that is used up; None: `EpisodeTimedOut` is raised.
+            epoch: the execution that the caller means, if it says so (HARD-11).
             refuse: rather be refused than wait at the gate (CTL-18).
+            wants_ack: keep the result until `acknowledge` (HARD-9).
 
         Raises:
-            StaleAttempt: the attempt is refused, or was retired while it ran.
+            StaleAttempt: the attempt or execution is refused, or was retired while it ran.
             AdmissionClosed: `refuse`, and a checkpoint is open.
             CheckpointConflict: the same attempt runs already.
-            InvalidCheckpointState: the attempt was restored with another task (ENV-3).
+            InvalidCheckpointState: the attempt was restored, or has ended, with another task (ENV-3).
+            Unavailable: `wants_ack`, and too many results wait for theirs.
             EpisodeTimedOut: its time is used up.
             whatever `body` raises.
 
-        Cancelled: nothing of it runs any more; clean-ups may be owed.
+        Cancelled: nothing of it runs any more; clean-ups may be owed. Its result is kept if it had one.
         """
-        await self.admission.enter(episode_id, refuse=refuse)
+        await self.admission.enter(episode_id, epoch=epoch, refuse=refuse)
         key = episode_id.capture_key
         if key in self.episodes.live:
             raise CheckpointConflict(f"{episode_id} runs already")
-        claimed, boundary = self._claim(episode_id, digest)
-        self._digests[key] = digest
+        result = self.results.find(episode_id, digest)
+        if result is None:
+            if wants_ack:
+                self.results.check_room()
+            claimed, boundary = self._claim(episode_id, digest)
+            result = Result(episode_id=episode_id, task_digest=digest, wants_ack=wants_ack)
+            concluded = outcome_of(boundary)
+            if concluded is not None:
+                result.outcome = concluded.value
+            else:
+                result.outcome = await self._run(
+                    result, body, claimed, boundary, timeout_s, timed_out
+                )
+            self.results.keep(result)
+        elif wants_ack:
+            self.results.ask_ack(result)
+        self._deliveries.ended(episode_id, key, partial(self.results.sent, result))
+        return cast("T", result.outcome)
+
+    async def _run(
+        self,
+        result: Result,
+        body: Callable[[Episode], Awaitable[T]],
+        claimed: EnvironmentRecord | None,
+        boundary: object,
+        timeout_s: float | None,
+        timed_out: Callable[[EpisodeTimedOut], T] | None,
+    ) -> T:
+        """Run an episode to its end; called in the instant of admission."""
+        episode_id = result.episode_id
+        key = episode_id.capture_key
+        self._digests[key] = result.task_digest
         unused = False
+        concluded: Value[object] | None = None
 
         async def noticing(episode: Episode) -> T:
-            nonlocal unused
+            nonlocal unused, concluded
             try:
                 return await body(episode)
             finally:
-                unused = _unused(episode)
+                unused, concluded = _unused(episode), episode.conclusion
 
         try:
-            result = await self.episodes.run(
+            return await self.episodes.run(
                 episode_id, noticing, boundary=boundary, timeout_s=timeout_s
             )
         except trio.Cancelled:
-            if claimed is not None and unused and not self.admission.fences.is_stale(episode_id):
+            if self.admission.fences.is_stale(episode_id):
+                pass
+            elif claimed is not None and unused:
                 self.restored.give_back(episode_id, claimed)
+            elif concluded is not None:
+                result.outcome = concluded.value
+                self.results.sent(self.results.keep(result), False)
             raise
         except StaleAttempt:
             # Retired: nobody waits for what it answers.
             raise
-        except Exception:
+        except Exception as error:
+            if timed_out is not None and isinstance(error, EpisodeTimedOut):
+                return timed_out(error)
             self._deliveries.ended(episode_id, key)
             raise
         finally:
             del self._digests[key]
-        self._deliveries.ended(episode_id, key)
-        return result
+
+    def epoch_of(self, episode_id: EpisodeId) -> str | None:
+        """Which execution this attempt is, for the calls that are made on its behalf (HARD-11)."""
+        return self.admission.fences.epoch_of(episode_id)
+
+    async def conclude(self, episode: Episode, outcome: object) -> None:
+        """Record what an episode answers as its last boundary, before it cleans up.
+
+        While a checkpoint is open it parks here. Continued from here, it runs nothing.
+
+        Cancelled: its result is kept.
+        """
+        await episode.conclude(outcome, last_boundary(outcome))
+
+    def acknowledge(self, episode_id: EpisodeId, epoch: str | None = None) -> bool:
+        """The caller has the result, and will not ask for it again; in every phase (HARD-9).
+
+        Returns:
+            Whether one was kept. False also when it is acknowledged again.
+
+        Raises:
+            StaleAttempt: it acknowledges that of a superseded execution.
+        """
+        self.admission.fences.check_execution(episode_id, epoch)
+        return self.results.drop(episode_id)
+
+    def disown(self, episode_id: EpisodeId) -> None:
+        """What an episode returned turned out to be no answer; `deliver` follows."""
+        self.results.drop(episode_id)
 
     def _claim(self, episode_id: EpisodeId, digest: str) -> tuple[EnvironmentRecord | None, object]:
         """The restored record of this attempt and its boundary, handed out once (ENV-3)."""
@@ -180,6 +261,7 @@ class EnvironmentParticipant(ParticipantBase):
                 "waiting": self.admission.waiting,
                 "delivering": len(self._deliveries.tickets),
                 "restored": len(self.restored),
+                "results_kept": len(self.results),
             },
         )
 
@@ -190,7 +272,7 @@ class EnvironmentParticipant(ParticipantBase):
 
     def status_fields(self) -> dict[str, object]:
         return {
-            "restored_pending": self.restored.waiting()[:BLOCKERS_LISTED_MAX],
+            "restored_pending": self.restored.waiting(BLOCKERS_LISTED_MAX),
             "restored_pending_count": len(self.restored),
         }
 
@@ -201,6 +283,7 @@ class EnvironmentParticipant(ParticipantBase):
     def open(self) -> None:
         super().open()
         self.episodes.open()
+        self.results.opened()
         self._opened.notify()
 
     async def export(self, scope: frozenset[CaptureKey] | None) -> Export:
@@ -215,7 +298,13 @@ class EnvironmentParticipant(ParticipantBase):
             episode_id = episode.episode_id
             key = episode_id.capture_key
             boundary = episode.boundary_maker()
-            makers[key] = partial(_live_record, episode_id, self._digests[key], boundary)
+            makers[key] = partial(_record, episode_id, self._digests[key], boundary)
+        for result in self.results:
+            boundary = partial(last_boundary, result.outcome)
+            key = result.episode_id.capture_key
+            makers[key] = partial(_record, result.episode_id, result.task_digest, boundary)
+        # Thousands are noted in most of a slice; the rest need not be in the same one.
+        await trio.lowlevel.checkpoint()
         if scope is not None:
             makers = {key: makers[key] for key in scope if key in makers}
         keys = tuple(sorted(makers))
@@ -233,16 +322,36 @@ class EnvironmentParticipant(ParticipantBase):
             *(f"{name} runs" for name in self.episodes.live),
             *(f"{b.episode_id}: {b.doing}" for b in self._deliveries.tickets.blockers()),
             *(f"{b.episode_id}: {b.doing}" for b in self._late.blockers()),
-            *(f"{key} was restored already" for key in self.restored.waiting()),
+            *(f"{key} was restored already" for key in self.restored.waiting(BLOCKERS_LISTED_MAX)),
         ]
         if in_the_way:
             raise InvalidPhase("in the way: " + ", ".join(in_the_way[:BLOCKERS_LISTED_MAX]))
 
-    async def install(self, records: Sequence[Record], scope: Sequence[EpisodeId]) -> None:
+    async def install(
+        self,
+        records: MutableSequence[Record],
+        scope: Sequence[EpisodeId],
+        *,
+        execution_epoch: str | None = None,
+    ) -> None:
         read = await decode_records(EnvironmentRecord, records)
+        entries: list[tuple[EpisodeId, EnvironmentRecord]] = []
+        replacements: list[EpisodeId] = []
+        slices = Slices()
+        for episode_id, record in read:
+            entries.append((episode_id.next_attempt(), record))
+            await slices.turn()
+        for episode_id in scope:
+            replacements.append(episode_id.next_attempt())
+            await slices.turn()
         self.check_installable()
-        self.admission.refuse(scope)
-        self.restored.put((episode_id.next_attempt(), record) for episode_id, record in read)
+        # One instant from here on.
+        self.admission.supersede(scope, execution_epoch)
+        if len(self.results):
+            for replacement in replacements:
+                # Also that of an earlier execution of the attempt that is continued now.
+                self.results.drop_up_to(replacement)
+        self.restored.put(entries)
 
     def refuse(self, episode_ids: Sequence[EpisodeId]) -> None:
         self.admission.refuse(episode_ids)
@@ -250,6 +359,7 @@ class EnvironmentParticipant(ParticipantBase):
             for episode in self.episodes.up_to(episode_id):
                 episode.retire()
             self.restored.drop_up_to(episode_id)
+            self.results.drop_up_to(episode_id)
 
     async def retire(self, episode_id: EpisodeId) -> None:
         await self.episodes.wait_up_to(episode_id)
@@ -257,12 +367,16 @@ class EnvironmentParticipant(ParticipantBase):
         await self._deliveries.wait_up_to(episode_id)
 
     def still_running(self, rollout_ids: Sequence[RolloutId]) -> list[EpisodeId]:
-        found = {*self.episodes.of(rollout_ids), *self._late.of(rollout_ids)}
-        return sorted(e for e in found if self.admission.fences.is_stale(e))
+        return sorted({*self.episodes.of(rollout_ids), *self._late.of(rollout_ids)})
+
+    def forget(self, rollout_ids: Sequence[RolloutId]) -> None:
+        super().forget(rollout_ids)
+        self.results.forget(rollout_ids)
 
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(super().run)
+            nursery.start_soon(self.results.run)
             nursery.start_soon(self._pay)
 
     async def _pay(self) -> None:
@@ -287,7 +401,7 @@ async def _clean_up_later(ticket: Ticket, cleanups: Cleanups) -> None:
         await cleanups.run()
 
 
-def _live_record(episode_id: EpisodeId, digest: str, boundary: Callable[[], object]) -> Record:
+def _record(episode_id: EpisodeId, digest: str, boundary: Callable[[], object]) -> Record:
     state = boundary()
     return make_record(
         episode_id,

@@ -8,6 +8,7 @@ which it waits, so that any number of crashes in a row keeps it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from heapq import nsmallest
 from operator import itemgetter
 from typing import Generic, TypeVar
 
@@ -21,41 +22,43 @@ class Restored(Generic[T]):
 
     def __init__(self) -> None:
         # By rollout, so that retiring thousands does not scan thousands for each.
-        self._entries: dict[RolloutId, dict[int, T]] = {}
+        self._entries: dict[RolloutId, dict[EpisodeId, T]] = {}
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
     def __contains__(self, episode_id: EpisodeId) -> bool:
-        return episode_id.attempt in self._entries.get(episode_id.rollout_id, {})
+        return episode_id in self._entries.get(episode_id.rollout_id, {})
 
     def __iter__(self) -> Iterator[tuple[EpisodeId, T]]:
         """In order of rollout and attempt."""
         for rollout_id in sorted(self._entries):
-            for attempt, value in sorted(self._entries[rollout_id].items(), key=itemgetter(0)):
-                yield EpisodeId(rollout_id, attempt), value
+            yield from sorted(self._entries[rollout_id].items(), key=itemgetter(0))
 
-    def waiting(self) -> list[str]:
-        """Sorted capture keys, for status."""
-        return sorted(episode_id.capture_key for episode_id, _ in self)
+    def waiting(self, count_max: int | None = None) -> list[str]:
+        """Sorted capture keys, for status: all, or the first of them."""
+        keys = (
+            episode_id.capture_key for attempts in self._entries.values() for episode_id in attempts
+        )
+        return sorted(keys) if count_max is None else nsmallest(count_max, keys)
 
     def put(self, entries: Iterable[tuple[EpisodeId, T]]) -> None:
         """Add entries under their replacement attempts, in one instant."""
         for episode_id, value in entries:
             attempts = self._entries.setdefault(episode_id.rollout_id, {})
-            self._count += episode_id.attempt not in attempts
-            attempts[episode_id.attempt] = value
+            self._count += episode_id not in attempts
+            attempts[episode_id] = value
 
     def peek(self, episode_id: EpisodeId) -> T | None:
-        return self._entries.get(episode_id.rollout_id, {}).get(episode_id.attempt)
+        return self._entries.get(episode_id.rollout_id, {}).get(episode_id)
 
     def claim(self, episode_id: EpisodeId) -> T | None:
         """Hand an entry out, or None: there is none for this attempt."""
         attempts = self._entries.get(episode_id.rollout_id, {})
-        if episode_id.attempt not in attempts:
+        if episode_id not in attempts:
             return None
-        value = attempts.pop(episode_id.attempt)
+        value = attempts.pop(episode_id)
         self._count -= 1
         if not attempts:
             del self._entries[episode_id.rollout_id]
@@ -73,11 +76,7 @@ class Restored(Generic[T]):
     def drop_up_to(self, episode_id: EpisodeId) -> list[T]:
         """Remove the entries of this rollout up to this attempt: they were retired."""
         attempts = self._entries.get(episode_id.rollout_id, {})
-        return self.drop(
-            EpisodeId(episode_id.rollout_id, attempt)
-            for attempt in attempts
-            if attempt <= episode_id.attempt
-        )
+        return self.drop(each for each in attempts if each.attempt <= episode_id.attempt)
 
     def outside(self, scope: frozenset[CaptureKey] | None) -> list[EpisodeId]:
         """The attempts that a commit of this scope leaves out."""

@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 
 import attrs
 
-from gymtrio.context import RolloutContext, current_context, rollout_context
+from gymtrio.context import rollout_context
 from gymtrio.episodes.admission import Admission
 from gymtrio.episodes.episode import Episode
 from gymtrio.episodes.signal import Signal
@@ -130,12 +130,15 @@ class AgentServer:
             cookie = self._cookies.issue(session_id)
         except ValueError as error:
             raise InvalidRequest(f"agent_session_id: {error}") from None
-        await self.sessions.seed(
-            message.episode_id,
-            session_id,
-            partial(self._agent.open_session, message),
-            refuse=_refuses(request),
-        )
+        context = request.context_of(message.episode_id)
+        with rollout_context(context):
+            await self.sessions.seed(
+                message.episode_id,
+                session_id,
+                partial(self._agent.open_session, message),
+                epoch=context.epoch,
+                refuse=_refuses(request),
+            )
         reply = AgentSessionReply(agent_session_id=session_id)
         return json_response(unstructure(reply), cookies={SESSION_COOKIE: cookie})
 
@@ -152,7 +155,7 @@ class AgentServer:
             episode_id = request.context.episode_id
         else:
             episode_id = self.sessions.owner(session_id)
-        context = current_context() or RolloutContext(episode_id)
+        context = request.context_of(episode_id)
 
         def work(episode: Episode, index: int) -> Awaitable[dict[str, object]]:
             return self._agent.respond(
@@ -173,6 +176,7 @@ class AgentServer:
                     work,
                     index=_index_of(request),
                     request_digest=json_digest(params),
+                    epoch=context.epoch,
                     refuse=_refuses(request),
                 )
             return json_response(reply)
@@ -188,9 +192,15 @@ class AgentServer:
             reply: dict[str, object] = unstructure(await self._agent.close_session(session_id))
             return reply
 
-        receipt = await self.sessions.close(
-            message.episode_id, session_id, finish, refuse=_refuses(request)
-        )
+        context = request.context_of(message.episode_id)
+        with rollout_context(context):
+            receipt = await self.sessions.close(
+                message.episode_id,
+                session_id,
+                finish,
+                epoch=context.epoch,
+                refuse=_refuses(request),
+            )
         return json_response(receipt or unstructure(AgentCloseReply(agent_session_id=session_id)))
 
     def _session_of(self, request: Request) -> str:

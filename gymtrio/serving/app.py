@@ -170,7 +170,7 @@ async def open_asgi(
         def not_ready() -> str | None:
             if not dispatcher.accepting:
                 return "shutting down"
-            if control is not None and control.status().awaiting_restore:
+            if control is not None and control.awaiting_restore:
                 return "waiting to be restored"
             return None
 

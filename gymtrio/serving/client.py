@@ -28,6 +28,7 @@ from gymtrio.serving.http import (
     first_header,
     parse_json,
 )
+from gymtrio.wire.native import EPOCH_HEADER
 
 MODEL_ROUTES: Final = frozenset({"/v1/responses", "/v1/chat/completions", "/v1/messages"})
 """What a policy model is called under; these carry the rollout prefix (ID-5)."""
@@ -347,7 +348,8 @@ class ServerClient:
             path: with its query, starting with a slash; put behind the base URL's own path.
             json: sent as the JSON body; None sends `body`, or no body.
             context: the episode this call is for. Its prefix is put before the path when `server` is
-                a resources server or `path` is a model route (ID-5). None: on nobody's behalf.
+                a resources server or `path` is a model route (ID-5); its epoch goes along to every
+                server (HARD-11). None: on nobody's behalf.
             control: use the connections reserved for control calls.
             deadline: absolute, on the clock of `trio.current_time()`. None: that of the settings.
             idempotency_key: sent as a header; it makes the call repeatable, see `Outgoing.repeatable`.
@@ -392,10 +394,12 @@ class ServerClient:
         """As `request`, but entered with the head of the reply; the deadline covers the whole block."""
         peer = self._directory.find(server)
         where = f"{method} {peer.name}{path}"
+        behalf = current_context() if context is CURRENT else context
+        epoch = None if behalf is None else behalf.epoch
         outgoing = Outgoing(
             method=method,
-            target=_target(peer, path, current_context() if context is CURRENT else context),
-            headers=_headers(headers, cookies, json is not None, idempotency_key),
+            target=_target(peer, path, behalf),
+            headers=_headers(headers, cookies, json is not None, idempotency_key, epoch),
             body=dump_json(json) if json is not None else body or b"",
             repeatable=idempotency_key is not None or method in IDEMPOTENT_METHODS,
         )
@@ -434,6 +438,7 @@ def _headers(
     cookies: Mapping[str, str] | None,
     is_json: bool,
     idempotency_key: str | None,
+    epoch: str | None,
 ) -> Headers:
     made = list(as_headers(headers))
     if cookies:
@@ -442,4 +447,6 @@ def _headers(
         made.append((b"content-type", b"application/json"))
     if idempotency_key is not None:
         made.append((b"idempotency-key", idempotency_key.encode("ascii")))
+    if epoch is not None:
+        made.append((EPOCH_HEADER.encode("ascii"), epoch.encode("ascii")))
     return tuple(made)

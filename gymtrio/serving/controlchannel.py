@@ -4,24 +4,31 @@ from __future__ import annotations
 
 from typing import Final
 
-from gymtrio.serving.client import ServerClient
+from gymtrio.errors import PeerRefused
+from gymtrio.serving.client import Reply, ServerClient
+from gymtrio.serving.http import HeadersLike
 from gymtrio.settings import Secret
-from gymtrio.strict import unstructure
+from gymtrio.wire.codec import to_json
 from gymtrio.wire.control import CONTROL_PREFIX, ControlRequest
 
 STATUS: Final = "status"
+UNAUTHORIZED: Final = 401
 
 
 class HttpControlChannel:
     """Carries control calls over the client's reserved connections (COORD-5).
 
     Args:
-        token: presented with every call.
+        token: presented to participants only: a server is first asked its status without it, and who
+            answers 404, such as a foreign engine of the deployment, never sees it.
     """
 
     def __init__(self, client: ServerClient, token: Secret) -> None:
         self._client = client
         self._authorization = (b"authorization", f"Bearer {token.reveal()}".encode("latin-1"))
+        self._participants: set[str] = set()
+        self._encoded_last: tuple[ControlRequest, bytes] | None = None
+        """The same request goes to every participant, and its scope may name thousands."""
 
     async def call(
         self, server: str, operation: str, request: ControlRequest | None, deadline: float
@@ -32,14 +39,39 @@ class HttpControlChannel:
             PeerRefused: the server answered with an error.
             TransportError: it could not be reached, or did not answer by the deadline.
         """
-        reply = await self._client.request(
+        if server not in self._participants:
+            asked = await self._send(server, "GET", STATUS, None, (), deadline)
+            if asked.status != UNAUTHORIZED:
+                asked.raise_for_status()
+                raise PeerRefused(server, asked.status, None, "it asks for no control token")
+            self._participants.add(server)
+        method = "GET" if request is None else "POST"
+        body = None if request is None else self._encoded(request)
+        headers = (self._authorization, (b"content-type", b"application/json"))
+        reply = await self._send(server, method, operation, body, headers, deadline)
+        return reply.raise_for_status().json()
+
+    async def _send(
+        self,
+        server: str,
+        method: str,
+        operation: str,
+        body: bytes | None,
+        headers: HeadersLike,
+        deadline: float,
+    ) -> Reply:
+        return await self._client.request(
             server,
-            "GET" if request is None else "POST",
-            f"{CONTROL_PREFIX}/{STATUS if request is None else operation}",
-            json=None if request is None else unstructure(request),
-            headers=[self._authorization],
+            method,
+            f"{CONTROL_PREFIX}/{operation}",
+            body=body,
+            headers=headers,
             context=None,
             control=True,
             deadline=deadline,
         )
-        return reply.raise_for_status().json()
+
+    def _encoded(self, request: ControlRequest) -> bytes:
+        if self._encoded_last is None or self._encoded_last[0] is not request:
+            self._encoded_last = (request, to_json(request))
+        return self._encoded_last[1]

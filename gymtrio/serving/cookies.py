@@ -49,4 +49,7 @@ class SessionCookies:
             session_id: object = self._serializer.loads(cookie)
         except BadSignature:
             return None
-        return session_id if isinstance(session_id, str) else None
+        if not isinstance(session_id, str) or self.issue(session_id) != cookie:
+            # Base64 reads more than it writes: only the very text that we issued is ours.
+            return None
+        return session_id

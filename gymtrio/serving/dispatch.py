@@ -36,6 +36,7 @@ from gymtrio.serving.http import (
     RequestTimedOut,
     Response,
     StreamingResponse,
+    epoch_of,
     json_response,
     refusal_response,
 )
@@ -123,7 +124,14 @@ class Dispatcher:
         path: str = scope["path"]
         if not path.startswith("/"):
             raise BadRequest("a request target is a path and starts with a slash")
-        return rollout_of_scope(scope)
+        context, scope = rollout_of_scope(scope)
+        if context is not None:
+            context = attrs.evolve(context, epoch=epoch_of(_headers_of(scope)))
+        return context, scope
+
+
+def _headers_of(scope: Scope) -> Headers:
+    return tuple((bytes(name).lower(), bytes(value)) for name, value in scope["headers"])
 
 
 def _uninterrupted(send: Send) -> Send:
@@ -167,9 +175,7 @@ async def read_request(
         RequestTimedOut: it did not arrive within `BODY_TIMEOUT_S`.
         _Left: the caller did.
     """
-    headers: Headers = tuple(
-        (bytes(name).lower(), bytes(value)) for name, value in scope["headers"]
-    )
+    headers = _headers_of(scope)
     declared = next((value for name, value in headers if name == b"content-length"), b"0")
     if declared.isdigit() and int(declared) > body_bytes_max:
         raise TooLarge(f"body of {int(declared)} bytes, limit {body_bytes_max}")

@@ -1,9 +1,10 @@
 """What environment servers share: `POST /run` around an episode protocol.
 
 A protocol is an async function from an `EpisodeRun` to the result; everything around it is here:
-admission, the restored boundary, the deadline, clean-ups, and the reply. A rollout that failed is
-data: it travels as `failure` in a 200 reply. What is refused (a stale attempt, another task) is an
-HTTP error.
+admission, the restored boundary, the deadline, the last boundary, clean-ups, and the reply. Beside
+it, `POST /run/ack` lets go of a result that its caller asked to have kept (HARD-9). A rollout that
+failed is data: it travels as `failure` in a 200 reply. What is refused (a stale attempt, another task)
+is an HTTP error.
 
 With checkpointing off the same protocol runs with steps that record nothing.
 """
@@ -36,7 +37,16 @@ from gymtrio.serving.http import Handler, Request, Response, json_response
 from gymtrio.serving.relayed import checkpoint_refusal, delivering, is_retryable
 from gymtrio.serving.workers import only_one_worker
 from gymtrio.strict import MalformedValue, structure, unstructure
-from gymtrio.wire.native import ADMISSION_HEADER, EpisodeFailure, RunRequest
+from gymtrio.wire.native import (
+    ADMISSION_HEADER,
+    EPOCH_HEADER,
+    RESULT_ACK_HEADER,
+    RUN_ACK_ROUTE,
+    EpisodeFailure,
+    RunAckReply,
+    RunAckRequest,
+    RunRequest,
+)
 
 FAILURE_CHARACTERS_MAX: Final = 2000
 """A reason is read by people; what a peer said may be megabytes."""
@@ -106,7 +116,9 @@ class EpisodeRun:
 
 
 EpisodeProtocol: TypeAlias = Callable[[EpisodeRun], Awaitable[dict[str, object]]]
-"""Runs an episode from `steps.continuation`.
+"""Runs an episode from `steps.continuation`; its result, or failure, is recorded for it.
+
+Boundaries are its own, but for the one of `gymtrio.participants.results.last_boundary`.
 
 Raises:
     EpisodeFailed: the rollout failed.
@@ -164,76 +176,121 @@ class EnvironmentServer:
 
     @property
     def routes(self) -> dict[tuple[str, str], Handler]:
-        return {("POST", "/run"): self.run}
+        return {("POST", "/run"): self.run, ("POST", RUN_ACK_ROUTE): self.acknowledge}
 
     async def run(self, request: Request) -> Response:
         """Serve one `/run`."""
         run = parse_run(request.json())
-        refuse = request.header(ADMISSION_HEADER) == "refuse"
         asked = request.context is not None and request.context.capture_tokens
-        context = RolloutContext(run.episode_id, asked or self._settings.capture_tokens)
+        context = RolloutContext(
+            run.episode_id, asked or self._settings.capture_tokens, epoch=request.epoch
+        )
         participant = self.participant
         with rollout_context(context):
             if participant is None:
-                return await self._answer(run, partial(self._run_unrecorded, run, context))
-            work = partial(self._run_recorded, participant, run, context, refuse)
+                return json_response(_reply(run, await self._run_unrecorded(run, context)))
             return await delivering(
-                partial(self._answer, run, work), partial(participant.deliver, run.episode_id)
+                partial(self._answer, participant, run, context, request),
+                partial(participant.deliver, run.episode_id),
             )
 
-    async def _answer(
-        self, run: RunRequest, work: Callable[[], Awaitable[dict[str, object]]]
-    ) -> Response:
+    async def acknowledge(self, request: Request) -> Response:
+        """Let go of a result that its caller has; served in every phase, twice is as good as once."""
         try:
-            return json_response(await work())
-        except EpisodeTimedOut as error:
-            failure = EpisodeFailure(failure_reason=str(error), terminal=False, stage="timeout")
-            return json_response(_reply(run, failure=failure))
+            message = structure(RunAckRequest, request.json())
+        except MalformedValue as error:
+            raise InvalidRequest(str(error)) from None
+        episode_id = message.episode_id
+        known = self.participant is not None and self.participant.acknowledge(
+            episode_id, request.epoch
+        )
+        return json_response(unstructure(RunAckReply(episode_id=episode_id, known=known)))
 
-    async def _run_recorded(
+    async def _answer(
         self,
         participant: EnvironmentParticipant,
         run: RunRequest,
         context: RolloutContext,
-        refuse: bool,
-    ) -> dict[str, object]:
-        def body(episode: Episode) -> Awaitable[dict[str, object]]:
-            return self._episode(run, context, episode, partial(participant.clean_up, episode))
+        request: Request,
+    ) -> Response:
+        async def body(episode: Episode) -> dict[str, object]:
+            # Asked in the instant of admission; a caller need not know it.
+            epoch = participant.epoch_of(run.episode_id) or context.epoch
+            acting = attrs.evolve(context, epoch=epoch)
+            with rollout_context(acting):
+                return await self._episode(
+                    run,
+                    acting,
+                    episode,
+                    conclude=partial(participant.conclude, episode),
+                    clean_up=partial(participant.clean_up, episode),
+                )
 
-        digest = json_digest(unstructure(run.task))
-        timeout_s = self._settings.episode_timeout_s
-        return await participant.run_episode(run.episode_id, digest, body, timeout_s, refuse=refuse)
+        outcome = await participant.run_episode(
+            run.episode_id,
+            json_digest(unstructure(run.task)),
+            body,
+            self._settings.episode_timeout_s,
+            timed_out=_timed_out,
+            epoch=context.epoch,
+            refuse=request.header(ADMISSION_HEADER) == "refuse",
+            wants_ack=request.header(RESULT_ACK_HEADER) == "1",
+        )
+        epoch = participant.epoch_of(run.episode_id)
+        try:
+            return json_response(
+                _reply(run, outcome), headers=() if epoch is None else [(EPOCH_HEADER, epoch)]
+            )
+        except (TypeError, ValueError):
+            # A fault of the protocol's: not JSON, so that it could be neither heard nor recorded.
+            participant.disown(run.episode_id)
+            raise
 
     async def _run_unrecorded(self, run: RunRequest, context: RolloutContext) -> dict[str, object]:
         timeout_s = self._settings.episode_timeout_s
         with trio.move_on_after(math.inf if timeout_s is None else timeout_s):
-            return await self._episode(run, context, Unrecorded(), Cleanups.run)
-        raise EpisodeTimedOut(f"{run.episode_id} timed out after {timeout_s:g} s")
+            return await self._episode(
+                run, context, Unrecorded(), conclude=_unrecorded, clean_up=Cleanups.run
+            )
+        return _timed_out(EpisodeTimedOut(f"{run.episode_id} timed out after {timeout_s:g} s"))
 
     async def _episode(
         self,
         run: RunRequest,
         context: RolloutContext,
         steps: Steps,
+        *,
+        conclude: Callable[[dict[str, object]], Awaitable[None]],
         clean_up: Callable[[Cleanups], Awaitable[None]],
     ) -> dict[str, object]:
         cleanups = Cleanups(run.episode_id.capture_key)
         try:
-            result = await self._protocol(EpisodeRun(run, steps, cleanups, context))
-            return _reply(run, result=result)
-        except EpisodeFailed as failed:
-            return _reply(run, failure=failed.failure)
+            outcome = await self._outcome(EpisodeRun(run, steps, cleanups, context))
+            await conclude(outcome)
+            return outcome
         finally:
             await clean_up(cleanups)
 
+    async def _outcome(self, run: EpisodeRun) -> dict[str, object]:
+        try:
+            return {"result": await self._protocol(run)}
+        except EpisodeFailed as failed:
+            return _failed(failed.failure)
 
-def _reply(
-    run: RunRequest,
-    *,
-    result: dict[str, object] | None = None,
-    failure: EpisodeFailure | None = None,
-) -> dict[str, object]:
-    outcome = {"result": result} if failure is None else {"failure": unstructure(failure)}
+
+async def _unrecorded(outcome: dict[str, object]) -> None:
+    await trio.lowlevel.checkpoint_if_cancelled()
+
+
+def _timed_out(error: EpisodeTimedOut) -> dict[str, object]:
+    return _failed(EpisodeFailure(failure_reason=str(error), terminal=False, stage="timeout"))
+
+
+def _failed(failure: EpisodeFailure) -> dict[str, object]:
+    return {"failure": unstructure(failure)}
+
+
+def _reply(run: RunRequest, outcome: Mapping[str, object]) -> dict[str, object]:
     return {
         "episode_id": unstructure(run.episode_id),
         "task_id": unstructure(run.task.task_id),

@@ -15,6 +15,8 @@ import attrs
 
 from gymtrio.context import RolloutContext
 from gymtrio.errors import InvalidRequest, Refusal
+from gymtrio.ids import EpisodeId, is_safe_id
+from gymtrio.wire.native import EPOCH_HEADER
 
 Headers: TypeAlias = tuple[tuple[bytes, bytes], ...]
 """Lower-case names, in the order they came."""
@@ -72,6 +74,18 @@ def first_header(headers: Headers, name: str) -> str | None:
     return None
 
 
+def epoch_of(headers: Headers) -> str | None:
+    """The execution that a request says it belongs to (HARD-11).
+
+    Raises:
+        InvalidRequest: it is none that a restore could have issued.
+    """
+    epoch = first_header(headers, EPOCH_HEADER)
+    if epoch is not None and not is_safe_id(epoch):
+        raise InvalidRequest(f"{EPOCH_HEADER}: not an epoch of a restore: {epoch[:40]!r}")
+    return epoch
+
+
 def parse_json(body: bytes, what: str) -> object:
     """Parse JSON as the standard library does; NaN and infinities occur in opaque data.
 
@@ -114,6 +128,19 @@ class Request:
     body: bytes = b""
     context: RolloutContext | None = None
     """The episode on whose behalf it came; also the current context while a handler runs."""
+
+    @property
+    def epoch(self) -> str | None:
+        """Which execution it belongs to, if it says so; also without a rollout prefix.
+
+        Raises:
+            InvalidRequest: see `epoch_of`.
+        """
+        return epoch_of(self.headers)
+
+    def context_of(self, episode_id: EpisodeId) -> RolloutContext:
+        """Its context; without one, that of the episode which its body or session names."""
+        return self.context or RolloutContext(episode_id, epoch=self.epoch)
 
     def header(self, name: str) -> str | None:
         """The first value of a header, or None."""

@@ -156,6 +156,7 @@ async def _serve(policy: Policy, route: Route, model: str, request: Request) -> 
             body=body,
             capture_tokens=context is not None and context.capture_tokens,
             refuse_when_closed=request.header(ADMISSION_HEADER) == "refuse",
+            epoch=request.epoch,
         ),
     )
     answer: Response | None = None

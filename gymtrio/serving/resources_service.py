@@ -289,6 +289,7 @@ class ResourcesRoutes:
             session_id=target.session_id or None,
             episode_id=target.episode_id,
             doing=doing,
+            epoch=request.epoch,
             refuse=request.header(ADMISSION_HEADER) == "refuse",
         ) as admitted:
             try:

@@ -55,12 +55,20 @@ class Held(Generic[R]):
 
         Cancelled: the call may still be under way; the block then deals with it.
         """
-        assert self._step is None or self._step.done.is_set()
         await trio.lowlevel.checkpoint_if_cancelled()
+        return await self.start(call).wait()
+
+    def start(self, call: Callable[[R], T]) -> Step[T]:
+        """Begin a call and work on something else meanwhile. The step before has ended by then.
+
+        Raises:
+            InvalidCheckpointState: too many calls hang on this disk already.
+        """
+        assert self._step is None or self._step.done.is_set()
         with refusing("use", "the disk"):
             step = self._disk.start(lambda: call(self.resource))
         self._step = step
-        return await step.wait()
+        return step
 
     async def let_go(self) -> None:
         """End the block (H2, H3)."""

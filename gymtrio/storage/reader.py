@@ -76,7 +76,10 @@ async def _verify_part(
     stored: Held[StoredCheckpoint], part: Part, decoder: PartDecoder, where: str
 ) -> None:
     await stored.run(lambda s: s.open_part(part.file, part.bytes))
-    while chunk := await stored.run(lambda s: s.read()):
+    reading = stored.start(lambda s: s.read())
+    while chunk := await reading.wait():
+        # The next chunk is read and hashed while this one is parsed.
+        reading = stored.start(lambda s: s.read())
         decoder.receive_data(chunk)
         slice_ = LoopSlice()
         while decoder.advance():

@@ -19,7 +19,7 @@ from gymtrio.errors import InvalidCheckpointState, StaleCheckpoint
 from gymtrio.ids import CaptureKey
 from gymtrio.storage import manifest as manifests
 from gymtrio.storage.bounds import PUBLISH_S_MAX, WRITE_BATCH_BYTES
-from gymtrio.storage.disk import Disk
+from gymtrio.storage.disk import Disk, Step
 from gymtrio.storage.held import Held, hold
 from gymtrio.storage.manifest import MANIFEST_NAME, Manifest, Part
 from gymtrio.storage.manifest_file import ManifestFile
@@ -168,7 +168,8 @@ async def remove_parts(disk: Disk, place: Place, identity: Identity, names: Sequ
 
 
 class _PartStream:
-    """Gathers frames into batches and never keeps the loop for longer than a slice."""
+    """Gathers frames into batches and never keeps the loop for longer than a slice. Two batches exist
+    at most: one that is gathered and one that is written."""
 
     def __init__(self, file: Held[PartFile], identity: Identity) -> None:
         self._file = file
@@ -176,6 +177,7 @@ class _PartStream:
         self._batch_bytes = 0
         self._keys: set[CaptureKey] = set()
         self._slice = LoopSlice()
+        self._writing: Step[None] | None = None
 
     async def add(self, record: Record) -> None:
         key = record.episode_id.capture_key
@@ -195,16 +197,23 @@ class _PartStream:
         if not count:
             return None
         await self._write()
+        await self._written()
         part = await self._file.run(lambda f: f.seal(encode_end(count, nonce), count))
         self._file.resource.keep()
         return WrittenPart(part, tuple(sorted(self._keys)))
 
     async def _write(self) -> None:
+        """Begin to write the batch; it is written and hashed while the next one is gathered."""
+        await self._written()
         data = b"".join(self._batch)
         self._batch.clear()
         self._batch_bytes = 0
-        await self._file.run(lambda f: f.append(data))
-        self._slice.restart()
+        self._writing = self._file.start(lambda f: f.append(data))
+
+    async def _written(self) -> None:
+        if self._writing is not None:
+            await self._writing.wait()
+            self._slice.restart()
 
 
 async def _publish(file: Held[ManifestFile], manifest: Manifest, where: str) -> Manifest:

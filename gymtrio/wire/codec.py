@@ -100,19 +100,30 @@ def from_json(cls: type[T], data: bytes) -> T:
         MalformedValue: not JSON, a key twice (two parsers could read it differently), or not a
         `cls`.
     """
+    return structure(cls, json_to_plain(data))
+
+
+def json_to_plain(data: bytes) -> object:
+    """Parse the JSON of a closed message.
+
+    Raises:
+        MalformedValue: see `from_json`.
+    """
     try:
-        value = json.loads(data, object_pairs_hook=_unique_keys)
+        value: object = json.loads(data, object_pairs_hook=_unique_keys)
     except RecursionError:
         raise MalformedValue("", "nested too deeply") from None
     except ValueError as error:
         raise MalformedValue("", f"not JSON: {error}") from None
-    return structure(cls, value)
+    return value
 
 
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    made: dict[str, object] = {}
-    for key, value in pairs:
-        if key in made:
-            raise MalformedValue(key[:80], "key given twice")
-        made[key] = value
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise MalformedValue(key[:80], "key given twice")
+            seen.add(key)
     return made

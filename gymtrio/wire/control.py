@@ -104,6 +104,9 @@ class RestoreRequest(ControlRequest):
     checkpoint_dir: str
     episode_ids: tuple[EpisodeId, ...] = attrs.field(validator=_check_scope)
     """The attempts as they were checkpointed."""
+    execution_epoch: str | None = attrs.field(default=None, validator=_check_safe_id)
+    """Tells the replacement attempts apart from those of another restore of the same checkpoint; the
+    same for every participant, never used twice (HARD-11). None: they are not told apart."""
 
 
 @attrs.frozen(kw_only=True)
@@ -112,6 +115,10 @@ class ResumeRequest(ControlRequest):
 
     start_afresh: bool = False
     """Open a server that waits for a restore without restoring anything (HARD-3)."""
+    undo_restore: bool = False
+    """Drop what this hold restored, as if it never had been: the restore failed elsewhere (COORD-3).
+    Nothing of it was admitted yet, so nothing need be refused, and the same checkpoint can be restored
+    again; a server that waited to be restored waits again."""
 
 
 @attrs.frozen(kw_only=True)

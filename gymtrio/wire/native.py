@@ -19,6 +19,14 @@ ADMISSION_HEADER: Final = "x-ng-admission"
 """`refuse`: answer 409 rather than wait at the gate (CTL-18)."""
 ACTIVATION_HEADER: Final = "x-ng-activation-index"
 """Which activation of an agent session a call starts, from 0 (AGT-6)."""
+EPOCH_HEADER: Final = "x-ng-epoch"
+"""Which execution of its attempt a call belongs to: the epoch of the restore that the attempt continues
+from. One of an earlier restore is refused as stale (HARD-11). Absent: the caller does not know. On the
+reply of a `/run`: which execution it was."""
+RESULT_ACK_HEADER: Final = "x-ng-result-ack"
+"""`1` on a `/run`: keep its result until `RUN_ACK_ROUTE` says that the caller has it (HARD-9)."""
+
+RUN_ACK_ROUTE: Final = "/run/ack"
 
 
 def _not_empty(instance: object, attribute: attrs.Attribute[str], value: str) -> None:
@@ -73,6 +81,20 @@ class RunReply:
     task_id: TaskId
     result: dict[str, object] | None = None
     failure: EpisodeFailure | None = None
+
+
+@attrs.frozen(kw_only=True)
+class RunAckRequest:
+    """The caller of a `/run` has recorded its result. Idempotent."""
+
+    episode_id: EpisodeId
+
+
+@attrs.frozen(kw_only=True)
+class RunAckReply:
+    episode_id: EpisodeId
+    known: bool
+    """A result was kept, and is dropped now. False: there is none, or it was acknowledged before."""
 
 
 @attrs.frozen(kw_only=True)

@@ -8,7 +8,8 @@
     verify        as the seed reported  the result
     return        -
 
-A boundary stands before every stage, so that none is repeated once it was completed. Session ids are
+A boundary stands before every stage, so that none is repeated once it was completed. The last one holds
+what is answered and is recorded by the environment server, whatever the protocol. Session ids are
 chosen here and stand in the first boundary: a seed that is repeated after a crash finds the session of
 the first, and a close reaches a session whose seed was never answered.
 """
@@ -165,7 +166,6 @@ class TurnRunner:
                 )
             if stage is Stage.CLOSE_AGENT:
                 self._agent_cleanup.settle()
-        await steps.boundary(partial(unstructure, self.turn))
         assert self.turn.result is not None
         return self.turn.result
 

@@ -72,6 +72,7 @@ def test_a_reply_without_one_message_carries_no_tokens(route: Route, reply: Any)
         {"generation_log_probs": [-0.25]},
         {"generation_log_probs": [-0.25, float("nan")]},
         {"generation_log_probs": [-0.25, None]},
+        {"generation_log_probs": [-0.25, -(10**400)]},
         {"generation_token_ids": [3, "4"]},
         {"generation_token_ids": [3, 4.5]},
         {"generation_token_ids": [3, True]},

@@ -682,3 +682,103 @@ async def test_status_names_everything(autojump_clock: MockClock) -> None:
         assert status.lease_expires_at == pytest.approx(plane.clock.now_s() + GRACE_S)
         assert status.report.blockers == ("r0",)
         assert status.extra == {"restored_pending": []}
+
+
+# -- what only a broken rule would show --------------------------------------------------------
+
+
+async def test_every_call_of_the_checkpoint_extends_its_lease(autojump_clock: MockClock) -> None:
+    """CTL-11: the latest deadline over all calls counts, a repeated prepare's and a commit's too."""
+    async with open_plane() as plane:
+        await plane.prepare(timeout_s=10)
+        for longer_s, call in ((1000, plane.prepare), (2000, plane.commit)):
+            await call(timeout_s=longer_s)
+            expected = plane.clock.now_s() + longer_s + GRACE_S
+            assert plane.control.status().lease_expires_at == pytest.approx(expected)
+
+
+async def test_a_lease_that_ends_during_publication_waits_for_it(
+    autojump_clock: MockClock,
+) -> None:
+    """CTL-10, CTL-11: nothing appears after the participant has resumed by itself."""
+    async with open_plane() as plane, trio.open_nursery() as nursery:
+        await plane.prepare(timeout_s=10)
+        plane.archive.publishing.shut()
+        commit = await begin(nursery, lambda: plane.commit(timeout_s=2 * GRACE_S))
+        await trio.sleep(4 * GRACE_S)
+        assert plane.participant.admission.closed
+        assert not plane.archive.parts
+        plane.archive.publishing.let_go()
+        await trio.sleep(1)
+        assert len(plane.archive.parts) == len(commit) == 1
+        assert not plane.participant.admission.closed
+
+
+async def test_a_commit_that_stops_is_another_call(autojump_clock: MockClock) -> None:
+    """CTL-6."""
+    async with open_plane() as plane:
+        await plane.prepare()
+        await plane.commit()
+        with pytest.raises(CheckpointConflict):
+            await plane.commit(stop=True)
+
+
+async def test_work_that_came_while_the_checkpoint_was_read_is_not_overwritten(
+    autojump_clock: MockClock,
+) -> None:
+    """HARD-1, CTL-14: looked at again after the read."""
+    async with open_plane(archive=await committed("r0")) as plane, trio.open_nursery() as nursery:
+        plane.archive.reading.shut()
+        answers = await begin(nursery, lambda: plane.restore(R0))
+        plane.participant.running.add(R1)
+        plane.archive.reading.let_go()
+        await wait_all_tasks_blocked()
+        assert isinstance(answers[0], InvalidPhase)
+        assert len(plane.participant.restored) == 0
+
+
+# -- taking a restore back, and late repetitions -----------------------------------------------
+
+
+@pytest.mark.parametrize("recover", [False, True])
+async def test_a_restore_that_is_undone_can_be_done_again(
+    recover: bool, autojump_clock: MockClock
+) -> None:
+    """COORD-3, CTL-14: nothing is installed or newly refused, and a waiting server waits again."""
+    async with open_plane(archive=await committed("r0"), recover=recover) as plane:
+        for number in range(2):
+            await plane.restore(R0, name=f"x{number}")
+            await plane.resume(f"x{number}", undo_restore=True)
+            assert plane.phase == "idle"
+            assert len(plane.participant.restored) == 0
+            assert plane.participant.admission.closed is recover
+            assert plane.control.status().awaiting_restore is recover
+        await plane.restore(R0, name="x9")
+        await plane.resume("x9")
+        await plane.participant.admission.enter(episode("r0", 1))
+
+
+async def test_undoing_a_restore_stops_one_that_still_installs(autojump_clock: MockClock) -> None:
+    """COORD-3, CTL-10."""
+    async with open_plane(archive=await committed("r0")) as plane, trio.open_nursery() as nursery:
+        plane.participant.installing.shut()
+        answers = await begin(nursery, lambda: plane.restore(R0))
+        await plane.resume("x1", undo_restore=True)
+        await wait_all_tasks_blocked()
+        assert isinstance(answers[0], CheckpointError)
+        assert len(plane.participant.restored) == 0
+        assert not plane.participant.admission.closed
+
+
+async def test_a_repeated_resume_is_answered_while_another_checkpoint_is_open(
+    autojump_clock: MockClock,
+) -> None:
+    """CTL-6, COORD-6: its first reply was lost; what is open now is not touched."""
+    async with open_plane() as plane:
+        await plane.prepare("c1")
+        await plane.resume("c1")
+        await plane.prepare("c2")
+        assert (await plane.resume("c1")).idempotent
+        assert plane.control.status().checkpoint_id == "c2"
+        with pytest.raises(CheckpointConflict):
+            await plane.resume("c3")

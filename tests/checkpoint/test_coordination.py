@@ -8,7 +8,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from gymtrio.checkpoint.coordination import _restore_hold, open_coordination
 from gymtrio.checkpoint.members import Failed, LeaseNotProven, NoPolicyModel, NotPrepared
-from gymtrio.errors import InvalidCheckpointState, StaleAttempt
+from gymtrio.errors import InvalidCheckpointState
 from gymtrio.ids import CheckpointId, RolloutId
 from gymtrio.ports import HostRandomness
 from tests.helpers.clocks import FollowingClock
@@ -151,33 +151,69 @@ async def test_restore_continues_everything_as_the_next_attempt(
                 assert episode("r0", 1) in participant.restored
 
 
-async def test_a_restore_that_fails_anywhere_leaves_nothing_alive(
-    autojump_clock: MockClock,
+@pytest.mark.parametrize("recover", [False, True])
+async def test_a_restore_that_fails_anywhere_is_undone_and_can_be_done_again(
+    recover: bool, autojump_clock: MockClock
 ) -> None:
-    """COORD-3: the replacements are retired, everyone resumes, the first error is raised."""
-    async with open_fleet(archive=await committed()) as fleet:
+    """COORD-3, I9: nothing is restored anywhere, the first error is raised, and a retry succeeds."""
+    async with open_fleet(archive=await committed(), recover=recover) as fleet:
         fleet.channel.refusals[("restore", "tools")] = InvalidCheckpointState("digest mismatch")
         with pytest.raises(Failed, match="tools.*digest mismatch") as caught:
             await fleet.controller.restore(C1, "d", [R0], timeout_s=30)
         assert list(caught.value.failures) == ["tools"]
-        for name in ("env", "policy", "agent"):
-            participant = fleet.participants[name]
+        for participant in fleet.participants.values():
             assert len(participant.restored) == 0
-            with pytest.raises(StaleAttempt):
-                await participant.admission.enter(episode("r0", 1))
+        assert fleet.closed() == (set(SERVERS) if recover else set())
+        fleet.channel.refusals.clear()
+        await fleet.controller.restore(C1, "d", [R0], timeout_s=30)
         assert fleet.closed() == set()
+        for participant in fleet.participants.values():
+            await participant.admission.enter(episode("r0", 1))
 
 
-async def test_a_retire_that_fails_too_still_resumes_everyone(autojump_clock: MockClock) -> None:
-    """COORD-3: and the restore's error is the one that is raised."""
+async def test_a_restore_is_undone_also_when_it_is_cancelled(autojump_clock: MockClock) -> None:
+    """COORD-3."""
     async with open_fleet(archive=await committed()) as fleet:
-        fleet.channel.refusals = {
-            ("restore", "tools"): InvalidCheckpointState("digest mismatch"),
-            ("retire", "env"): InvalidCheckpointState("cannot"),
-        }
-        with pytest.raises(Failed, match="restore failed at tools"):
+        door = Door()
+        door.shut()
+        fleet.channel.doors[("restore", "tools")] = door
+        with trio.move_on_after(1):
             await fleet.controller.restore(C1, "d", [R0], timeout_s=30)
+        assert all(len(p.restored) == 0 for p in fleet.participants.values())
         assert fleet.closed() == set()
+
+
+@pytest.mark.parametrize("operation", ["restore", "resume"])
+async def test_a_server_that_is_away_does_not_keep_the_others_closed(
+    operation: str, autojump_clock: MockClock
+) -> None:
+    """COORD-1, COORD-2, COORD-3, I29: each is asked without waiting for who does not answer."""
+    async with open_fleet(archive=await committed()) as fleet:
+        fleet.channel.lost_requests = {
+            ("resume", "tools"): 10**6,
+            (operation, "tools"): 10**6,
+        }
+        if operation == "restore":
+            with pytest.raises(Failed, match="restore failed at tools"):
+                await fleet.controller.restore(C1, "d", [R0], timeout_s=30)
+            assert fleet.closed() == set()
+            return
+        with pytest.raises(Failed, match="resume failed at tools"):
+            async with fleet.controller.checkpoint(CheckpointId("c2"), "e", timeout_s=60) as held:
+                await held.commit([R0])
+                closed_at = trio.current_time()
+        assert fleet.closed() == {"tools"}
+        opened_by = [at for at, name in fleet.channel.times if name == ("resume", "env")]
+        assert opened_by[0] - closed_at <= 10
+
+
+async def test_the_error_of_the_body_is_the_one_that_is_raised(autojump_clock: MockClock) -> None:
+    """COORD-1: also when resuming fails."""
+    async with open_fleet() as fleet:
+        fleet.channel.refusals[("resume", "agent")] = InvalidCheckpointState("broken")
+        with pytest.raises(ZeroDivisionError):
+            async with fleet.controller.checkpoint(C1, "d", timeout_s=30):
+                raise ZeroDivisionError
 
 
 # -- retire, forget, publish ------------------------------------------------------------------

@@ -136,6 +136,13 @@ async def test_without_the_token_every_path_gives_one_answer(
             {"episode_ids": [{"rollout_id": "r", "attempt": 1.5}]},
             "episode_ids[0].attempt: expected int, got 1.5",
         ),
+        (
+            "retire",
+            {"episode_ids": [{"rollout_id": "r"}, {"rollout_id": "s", "attempt": 1.5}]},
+            "episode_ids[1].attempt: expected int, got 1.5",
+        ),
+        ("retire", {"episode_ids": [{"rollout_id": "r"}, 7]}, "episode_ids[1]: expected an object"),
+        ("prepare", {"episode_ids": [{"rollout_id": "r"}]}, "episode_ids: unknown key"),
         ("forget", {"rollout_ids": []}, "rollout_ids: at least one"),
     ],
 )

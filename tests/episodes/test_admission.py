@@ -159,3 +159,38 @@ async def test_opening_between_two_slices_wakes_the_rest(autojump_clock: MockClo
         gated.open()
         await wait_all_tasks_blocked()
         assert len(through) == count
+
+
+async def test_a_superseded_execution_is_refused_at_once_also_at_an_open_gate(
+    autojump_clock: MockClock,
+) -> None:
+    """HARD-11."""
+    async with open_gated() as gated:
+        gated.admission.supersede([R], "e2")
+        with pytest.raises(StaleAttempt):
+            await gated.admission.enter(episode("r", 1), epoch="e1")
+        await gated.admission.enter(episode("r", 1), epoch="e2")
+        await gated.admission.enter(episode("r", 1))
+
+
+async def test_a_restore_wakes_the_superseded_ones_at_the_gate_and_no_others(
+    autojump_clock: MockClock,
+) -> None:
+    """HARD-11: they came before the epoch was known; what waits on goes through at the opening."""
+    async with open_gated() as gated:
+        gated.close()
+        r1, nobody = episode("r", 1), None
+
+        async def enter(epoch: str | None) -> None:
+            await gated.admission.enter(r1, epoch=epoch)
+
+        old = await begin(gated.nursery, lambda: enter("e1"))
+        new = await begin(gated.nursery, lambda: enter("e2"))
+        outside = await begin(gated.nursery, lambda: enter(nobody))
+        gated.admission.supersede([R], "e2")
+        await wait_all_tasks_blocked()
+        assert [type(answer) for answer in old] == [StaleAttempt]
+        assert new == outside == []
+        gated.open()
+        await wait_all_tasks_blocked()
+        assert new == outside == [None]

@@ -10,6 +10,8 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
+import trio
+
 from gymtrio.checkpoint.control import Control, open_control
 from gymtrio.checkpoint.coordination import Controller, open_coordination
 from gymtrio.checkpoint.dispatch import parse_request, perform
@@ -37,6 +39,7 @@ class FleetChannel:
         self.controls: dict[str, Control] = {}
         self.sent: list[tuple[str, str]] = []
         """(operation, server), in order of arrival."""
+        self.times: list[tuple[float, tuple[str, str]]] = []
         self.requests: list[tuple[str, str, ControlRequest | None]] = []
         self.lost_requests: dict[tuple[str, str], int] = {}
         """(operation, server) to how many of the next ones never arrive."""
@@ -51,7 +54,10 @@ class FleetChannel:
         where = (operation, server)
         if server in self.absent:
             raise PeerRefused(server, 404, "not_found", "no such route")
+        # A real channel suspends before anything is sent, so a cancelled caller sends nothing.
+        await trio.lowlevel.checkpoint()
         self.sent.append(where)
+        self.times.append((trio.current_time(), where))
         self.requests.append((operation, server, request))
         if self._take(self.lost_requests, where):
             raise TransportError(f"{server}: connection refused")

@@ -128,6 +128,17 @@ class Rig:
         )
         return reply.json()
 
+    async def acknowledge(self, episode_id: EpisodeId, headers: Any = ()) -> Any:
+        reply = await self.client.request(
+            "env",
+            "POST",
+            "/run/ack",
+            json={"episode_id": unstructure(episode_id)},
+            headers=headers,
+            context=None,
+        )
+        return reply.json()
+
     def start_run(self, *arguments: Any, **options: Any) -> list[Any]:
         """A `/run` in the background; its reply appears in the list."""
         replies: list[Any] = []
@@ -187,16 +198,24 @@ class Rig:
         for server in reversed(await self.participants()):
             await self.control(server, "resume", name)
 
-    async def restore(self, directory: str, *scope: EpisodeId, skipping: str = "") -> None:
+    async def restore(
+        self,
+        directory: str,
+        *scope: EpisodeId,
+        skipping: str = "",
+        epoch: str | None = None,
+        name: str = "x1",
+    ) -> None:
         """Restore everywhere but at `skipping`, and resume."""
         servers = await self.participants()
+        fields: dict[str, Any] = {} if epoch is None else {"execution_epoch": epoch}
         for server in servers:
             if server != skipping:
                 await self.control(
-                    server, "restore", "x1", checkpoint_dir=directory, episode_ids=scope
+                    server, "restore", name, checkpoint_dir=directory, episode_ids=scope, **fields
                 )
         for server in reversed(servers):
-            await self.control(server, "resume", "x1")
+            await self.control(server, "resume", name)
 
     async def retire(self, *scope: EpisodeId, name: str = "c1") -> None:
         """Callers first."""

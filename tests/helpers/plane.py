@@ -79,12 +79,14 @@ class Plane:
         directory: str = "d",
         timeout_s: float = 10,
         nonce: str | None = None,
+        stop: bool = False,
     ) -> CommitReply:
         return await self.control.commit(
             CommitRequest(
                 **self._base(name, timeout_s, nonce),
                 checkpoint_dir=directory,
                 episode_ids=episodes,
+                stop=stop,
             )
         )
 
@@ -95,12 +97,14 @@ class Plane:
         directory: str = "d",
         timeout_s: float = 10,
         nonce: str | None = None,
+        epoch: str | None = None,
     ) -> RestoreReply:
         return await self.control.restore(
             RestoreRequest(
                 **self._base(name, timeout_s, nonce),
                 checkpoint_dir=directory,
                 episode_ids=episodes,
+                execution_epoch=epoch,
             )
         )
 
@@ -110,9 +114,14 @@ class Plane:
         timeout_s: float = 10,
         nonce: str | None = None,
         start_afresh: bool = False,
+        undo_restore: bool = False,
     ) -> ResumeReply:
         return await self.control.resume(
-            ResumeRequest(**self._base(name, timeout_s, nonce), start_afresh=start_afresh)
+            ResumeRequest(
+                **self._base(name, timeout_s, nonce),
+                start_afresh=start_afresh,
+                undo_restore=undo_restore,
+            )
         )
 
     async def retire(

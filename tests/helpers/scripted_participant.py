@@ -75,9 +75,9 @@ class ScriptedParticipant(ParticipantBase):
         return {"restored_pending": self.restored.waiting()}
 
     def close(self) -> None:
-        self._maybe_fail("close")
         self.closes += 1
         super().close()
+        self._maybe_fail("close")
 
     async def settle(self, settling: Settling) -> None:
         await self.settling.pass_through()
@@ -110,11 +110,17 @@ class ScriptedParticipant(ParticipantBase):
         if self.running or self.parked:
             raise InvalidPhase("work is live")
 
-    async def install(self, records: Sequence[Record], scope: Sequence[EpisodeId]) -> None:
+    async def install(
+        self,
+        records: Sequence[Record],
+        scope: Sequence[EpisodeId],
+        *,
+        execution_epoch: str | None = None,
+    ) -> None:
         read = read_records(ScriptedRecord, records)
         await self.installing.pass_through()
         self._maybe_fail("install")
-        self.admission.refuse(scope)
+        self.admission.supersede(scope, execution_epoch)
         self.restored.put((e.next_attempt(), record.note) for e, record in read)
 
     def refuse(self, episode_ids: Sequence[EpisodeId]) -> None:

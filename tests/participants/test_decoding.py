@@ -25,6 +25,7 @@ async def test_records_come_back_with_their_episodes(autojump_clock: MockClock) 
     episodes = [EpisodeId(RolloutId(f"r{n}"), n) for n in range(3)]
     records = [make_record(e, Note(str(e))) for e in episodes]
     assert await decode_records(Note, records) == [(e, Note(str(e))) for e in episodes]
+    assert not records, "STO-5: their bytes are not held beside what was made of them"
 
 
 async def test_a_record_that_is_none_is_refused_by_name(autojump_clock: MockClock) -> None:

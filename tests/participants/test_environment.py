@@ -24,7 +24,7 @@ from gymtrio.errors import (
     TransportError,
 )
 from gymtrio.ids import EpisodeId, RolloutId
-from gymtrio.limits import CLEANUP_S_MAX
+from gymtrio.limits import CLEANUP_S_MAX, RESULT_UNHEARD_S_MAX
 from gymtrio.participants.digest import json_digest
 from gymtrio.participants.environment import EnvironmentParticipant
 from tests.helpers.controlled import checkpoint, open_controlled
@@ -61,13 +61,14 @@ class Process:
         digest: str = TASK,
         timeout_s: float | None = None,
         refuse: bool = False,
+        epoch: str | None = None,
     ) -> list[object]:
         """A caller whose reply is taken at once when the episode ends."""
 
         async def call() -> object:
             try:
                 return await self.participant.run_episode(
-                    episode_id, digest, body, timeout_s, refuse=refuse
+                    episode_id, digest, body, timeout_s, refuse=refuse, epoch=epoch
                 )
             finally:
                 self.participant.deliver(episode_id)(True)
@@ -255,6 +256,27 @@ async def test_a_replacement_waits_at_the_gate_until_the_resume_after_its_restor
         await process.plane.resume("x1")
         await wait_all_tasks_blocked()
         assert replacement.continued == {"at": 0}
+
+
+async def test_a_run_of_a_superseded_execution_that_waits_at_the_gate_claims_nothing(
+    autojump_clock: MockClock,
+) -> None:
+    """HARD-11, I14: it came before the restore that it is older than."""
+    archive = MemoryArchive()
+    async with open_process(archive) as process:
+        await process.run(R0, Script())
+        await checkpoint(process.plane, "d")
+    async with open_process(archive, recover=True) as process:
+        old, current = Script(), Script()
+        late = await process.run(R1, old, epoch="e1")
+        await process.run(R1, current, epoch="e2")
+        await process.plane.restore(R0, epoch="e2")
+        await wait_all_tasks_blocked()
+        assert [type(answer) for answer in late] == [StaleAttempt]
+        assert process.participant.epoch_of(R1) == "e2"
+        await process.plane.resume("x1")
+        await wait_all_tasks_blocked()
+        assert (old.continued, current.continued) == ("nothing", {"at": 0})
 
 
 async def test_another_task_is_refused_and_the_boundary_stays(autojump_clock: MockClock) -> None:
@@ -697,6 +719,25 @@ async def test_a_result_recorded_under_a_checkpoint_is_exported_and_leaves_after
         assert redone.done == []
 
 
+async def test_a_result_that_nobody_heard_stays_for_a_while_and_longer_under_a_checkpoint(
+    autojump_clock: MockClock,
+) -> None:
+    """HARD-9, I34: it is dropped in its time, or in the instant of the resume after it."""
+    async with open_process(MemoryArchive()) as process:
+        participant = process.participant
+        for under_checkpoint in (False, True):
+            await participant.run_episode(R0, TASK, Script(steps=0))
+            participant.deliver(R0)(False)
+            if under_checkpoint:
+                await process.plane.prepare("c1")
+            await trio.sleep(RESULT_UNHEARD_S_MAX + 1)
+            assert len(participant.results) == under_checkpoint
+        assert (await process.plane.commit("c1")).episode_ids == ("r",)
+        await process.plane.resume("c1")
+        await wait_all_tasks_blocked()
+        assert participant.report().counts["results_kept"] == 0
+
+
 async def test_a_retirement_waits_for_a_reply_on_its_way_but_not_for_ever(
     autojump_clock: MockClock,
 ) -> None:
@@ -784,6 +825,7 @@ async def test_nothing_is_left_when_all_episodes_have_ended(autojump_clock: Mock
             "waiting": 0,
             "delivering": 0,
             "restored": 0,
+            "results_kept": 0,
             "blocking": 0,
         }
         assert not participant._digests

@@ -42,6 +42,7 @@ def test_restored_entries_are_a_mapping_by_attempt(steps: list[tuple[str, Episod
         assert list(restored) == sorted(model.items())
         assert len(restored) == len(model)
         assert restored.waiting() == sorted(e.capture_key for e in model)
+        assert restored.waiting(2) == restored.waiting()[:2]
         assert (episode_id in restored) == (episode_id in model)
         assert restored.peek(episode_id) == model.get(episode_id)
         scope = frozenset(e.capture_key for e in model if e.attempt == 0)

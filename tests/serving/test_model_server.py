@@ -264,6 +264,36 @@ async def test_a_checkpoint_over_http_cuts_and_a_new_process_continues(
         assert (await server.ask(context=R)).status == 409
 
 
+async def test_a_call_of_a_superseded_execution_does_not_take_the_cut(tmp_path: Path) -> None:
+    """HARD-11, I14: it is refused before it claims anything; the current execution continues it."""
+    async with running(tmp_path) as server:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lambda: server.ask(context=R))
+            (live,) = await server.engine.backend.wait_live()
+            live.emit(7)
+            await server.control("prepare")
+            scope = [{"rollout_id": "r", "attempt": 0}]
+            await server.control("commit", checkpoint_dir="d", episode_ids=scope)
+            nursery.cancel_scope.cancel()
+        archive = server.archive
+    async with running(tmp_path, archive) as server:
+        await server.control(
+            "restore",
+            checkpoint_id="x1",
+            checkpoint_dir="d",
+            episode_ids=scope,
+            execution_epoch="e2",
+        )
+        await server.control("resume", checkpoint_id="x1")
+        server.engine.backend.at_once = True
+        late = await server.ask(context=attrs.evolve(R1, epoch="e1"))
+        refused: Any = late.json()
+        assert (late.status, refused["error"]["code"]) == (409, "stale_attempt")
+        reply = await server.ask(context=attrs.evolve(R1, epoch="e2"))
+        assert reply.status == 200
+        assert server.engine.backend.calls[-1].generated < 20
+
+
 @pytest.mark.parametrize(
     ("answer", "status", "code", "message"),
     [

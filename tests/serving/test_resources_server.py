@@ -545,3 +545,58 @@ async def test_the_memory_of_closed_sessions_is_bounded(monkeypatch: pytest.Monk
             await client.close(f"s{number}", R0)
         await client.seed("s0", R0, title="diary")
         assert (await client.call("/seed_session", _native("s1", "r"), R0)).status == 409
+
+
+# -- executions -------------------------------------------------------------------------------
+
+
+async def test_a_superseded_execution_reaches_no_session(autojump_clock: MockClock) -> None:
+    """HARD-11: neither with the prefix, nor by URL and cookie alone; its close closes nothing."""
+    archive = MemoryArchive()
+    async with open_resources_server(app_of(Notes()), archive=archive) as caller:
+        await caller.seed("s", R0, title="one")
+        await caller.checkpoint()
+    async with open_resources_server(app_of(Notes()), archive=archive) as after:
+        after.cookies |= caller.cookies
+        await after.control(
+            "restore",
+            "x1",
+            checkpoint_dir="/c/c1",
+            episode_ids=[{"rollout_id": "r", "attempt": 0}],
+            execution_epoch="e2",
+        )
+        await after.control("resume", "x1")
+        old = [("x-ng-epoch", "e1")]
+        for context in (R1, None):
+            late = await after.call("/write", {"text": "late"}, context, headers=old)
+            refused: Any = late.json()
+            assert (late.status, refused["error"]["code"]) == (409, "stale_attempt")
+        request = {"resources_session_id": "s", "episode_id": {"rollout_id": "r", "attempt": 1}}
+        closed = await after.call("/close_session", request, R1, headers=old)
+        assert closed.status == 200
+        assert await after.json("/read", episode_id=R1) == ["one"]
+        assert await after.json("/read", episode_id=R1, headers=[("x-ng-epoch", "e2")]) == ["one"]
+
+
+async def test_a_replay_safe_request_of_a_superseded_execution_does_not_pass_either(
+    autojump_clock: MockClock,
+) -> None:
+    """HARD-11, RES-5: a seed is admitted while a checkpoint is open, but not of an old execution."""
+    archive = MemoryArchive()
+    async with open_resources_server(app_of(Notes()), archive=archive) as caller:
+        await caller.seed("s", R0, title="one")
+        await caller.checkpoint()
+    async with open_resources_server(app_of(Notes()), archive=archive) as after:
+        await after.control(
+            "restore",
+            "x1",
+            checkpoint_dir="/c/c1",
+            episode_ids=[{"rollout_id": "r", "attempt": 0}],
+            execution_epoch="e2",
+        )
+        await after.control("resume", "x1")
+        assert (await after.control("prepare", "c2"))["phase"] == "prepared"
+        late = await after.call(
+            "/seed_session", {"title": "two"}, R1, headers=[("x-ng-epoch", "e1")]
+        )
+        assert late.status == 409

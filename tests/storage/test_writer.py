@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -141,6 +142,46 @@ async def test_writing_streams(files: PageCacheFiles) -> None:
     assert sum(sizes) > total
     assert max(sizes) < WRITE_BATCH_BYTES + 2 * RECORD_CHUNK_BYTES
     assert passes >= total // WRITE_BATCH_BYTES
+
+
+async def test_a_batch_is_written_while_the_next_one_is_made(tmp_path: Path) -> None:
+    """STO-5: the disk and the encoding do not wait for each other, and two batches are all there is."""
+    payload = b"x" * WRITE_BATCH_BYTES
+    made = 0
+    second_made = threading.Event()
+    ahead: list[int] = []
+
+    class Waiting(HostFiles):
+        def write(self, file: int, data: memoryview) -> int:
+            assert second_made.wait(HANG_S_MAX)
+            ahead.append(made)
+            return super().write(file, data)
+
+    def records() -> Iterator[Record]:
+        nonlocal made
+        for number in range(4):
+            made += 1
+            if number:
+                second_made.set()
+            yield Record(episode(f"r{number}"), payload)
+
+    await write_part(ThreadDisk(Waiting()), place(str(tmp_path)), IDENTITY, records(), nonce="n")
+    assert ahead[0] == 2
+
+
+async def test_a_batch_that_fails_while_the_next_one_is_made_fails_the_commit(
+    tmp_path: Path,
+) -> None:
+    """STO-8: also when nothing is written after it but the end."""
+
+    class Full(HostFiles):
+        def write(self, file: int, data: memoryview) -> int:
+            raise OSError(errno.ENOSPC, "no space")
+
+    records = [Record(episode("r"), b"x")]
+    with pytest.raises(InvalidCheckpointState, match="no space"):
+        await write_part(ThreadDisk(Full()), place(str(tmp_path)), IDENTITY, records, nonce="n")
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 # -- refusals -------------------------------------------------------------------------------

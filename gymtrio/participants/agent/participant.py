@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from itertools import chain
 
 import trio
@@ -168,7 +168,13 @@ class AgentParticipant(ParticipantBase):
         if in_the_way:
             raise InvalidPhase("in the way: " + ", ".join(in_the_way[:BLOCKERS_LISTED_MAX]))
 
-    async def install(self, records: Sequence[Record], scope: Sequence[EpisodeId]) -> None:
+    async def install(
+        self,
+        records: MutableSequence[Record],
+        scope: Sequence[EpisodeId],
+        *,
+        execution_epoch: str | None = None,
+    ) -> None:
         read = await decode_records(AgentRecord, records)
         if read and self.restart_only:
             raise InvalidCheckpointState(
@@ -187,7 +193,7 @@ class AgentParticipant(ParticipantBase):
         if states:
             await self._hooks.restore(states)
         # One instant from here on. Nothing became live meanwhile, since the gate is closed.
-        self.admission.refuse(scope)
+        self.admission.supersede(scope, execution_epoch)
         self.sessions.put(entered)
 
     # -- retire -------------------------------------------------------------------------------
@@ -207,7 +213,7 @@ class AgentParticipant(ParticipantBase):
             *sessions.tickets.of(rollout_ids),
             *(owner for owner, _ in sessions.by_rollout.of(rollout_ids)),
         }
-        return sorted(e for e in found if self.admission.fences.is_stale(e))
+        return sorted(found)
 
 
 def _record(episode_id: EpisodeId, noted: list[Callable[[], SessionRecord]]) -> Record:

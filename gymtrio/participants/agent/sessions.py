@@ -59,8 +59,8 @@ class AgentSessions:
         self._changed = changed
         self._free = free
         self._seeding: dict[str, trio.Event] = {}
-        self._closed: dict[str, Reply | None] = {}
-        """Receipts by key, oldest first; None: closed before its seed came."""
+        self._closed: dict[tuple[EpisodeId, str], Reply | None] = {}
+        """Receipts by attempt and key, oldest first; None: closed before its seed came."""
 
     @property
     def blocking(self) -> int:
@@ -76,28 +76,30 @@ class AgentSessions:
         key: str,
         build: Callable[[], Awaitable[None]],
         *,
+        epoch: str | None = None,
         refuse: bool = False,
     ) -> None:
         """Make a session, or find the one that an earlier delivery of the same seed made.
 
         Args:
             build: makes it in the agent; when it raises or is cancelled, nothing of it is left.
+            epoch: here and below: the execution that the caller belongs to, if it says so.
 
         Raises:
-            StaleAttempt: the attempt is refused; what was built is freed again.
+            StaleAttempt: the attempt or its execution is refused; what was built is freed again.
             AdmissionClosed: `refuse`, and a checkpoint is open.
             SessionConflict: the key belongs to another attempt, or was closed already.
             whatever `build` raises.
 
         Cancelled: the session was made, or nothing was.
         """
-        await self._enter(episode_id, key, refuse)
+        await self._enter(episode_id, key, epoch, refuse)
         session = self.live.get(key)
         if session is not None:
             self._check_owner(session, episode_id)
             session.unclaimed = False
             return
-        if key in self._closed:
+        if (episode_id, key) in self._closed:
             raise SessionConflict(f"session {key} was closed before this seed of it came")
         with self.tickets.take(episode_id, f"seeding session {key}"):
             built = self._seeding[key] = trio.Event()
@@ -109,12 +111,14 @@ class AgentSessions:
                 del self._seeding[key]
                 built.set()
 
-    async def _enter(self, episode_id: EpisodeId, key: str, refuse: bool) -> None:
+    async def _enter(
+        self, episode_id: EpisodeId, key: str, epoch: str | None, refuse: bool
+    ) -> None:
         """Come through the gate at a moment when no seed of this key is under way."""
-        await self.admission.enter(episode_id, refuse=refuse)
+        await self.admission.enter(episode_id, epoch=epoch, refuse=refuse)
         while key in self._seeding:
             await self._seeding[key].wait()
-            await self.admission.enter(episode_id, refuse=refuse)
+            await self.admission.enter(episode_id, epoch=epoch, refuse=refuse)
 
     async def _check_not_refused(self, episode_id: EpisodeId, key: str) -> None:
         if self.admission.fences.is_stale(episode_id):
@@ -139,6 +143,7 @@ class AgentSessions:
         *,
         index: int | None,
         request_digest: str,
+        epoch: str | None = None,
         refuse: bool = False,
     ) -> Reply:
         """Run the next activation of a session, or answer a completed one from its stored reply.
@@ -158,7 +163,7 @@ class AgentSessions:
 
         Cancelled: nothing of it runs any more.
         """
-        await self.admission.enter(episode_id, refuse=refuse)
+        await self.admission.enter(episode_id, epoch=epoch, refuse=refuse)
         session = self._find(episode_id, key)
         reply = session.reply_of(index, request_digest)
         was_unclaimed, session.unclaimed = session.unclaimed, False
@@ -202,6 +207,7 @@ class AgentSessions:
         key: str,
         finish: Callable[[], Awaitable[Reply]],
         *,
+        epoch: str | None = None,
         refuse: bool = False,
     ) -> Reply | None:
         """End a session: stop its activation, wait until it has stopped, then free it (AGT-7).
@@ -221,10 +227,10 @@ class AgentSessions:
         Cancelled: its activation is stopping or has stopped; the session may still be there.
         """
         while True:
-            await self._enter(episode_id, key, refuse)
+            await self._enter(episode_id, key, epoch, refuse)
             session = self.live.get(key)
             if session is None:
-                return self._remember(key, self._closed.get(key))
+                return self._remember(episode_id, key, self._closed.get((episode_id, key)))
             self._check_owner(session, episode_id)
             if session.closing is None:
                 break
@@ -237,14 +243,15 @@ class AgentSessions:
                 self.admission.fences.check(episode_id)
                 receipt = await finish()
                 self.drop(session)
-                return self._remember(key, receipt)
+                return self._remember(episode_id, key, receipt)
             finally:
                 session.closing.set()
                 session.closing = None
 
-    def _remember(self, key: str, receipt: Reply | None) -> Reply | None:
-        self._closed.pop(key, None)
-        self._closed[key] = receipt
+    def _remember(self, episode_id: EpisodeId, key: str, receipt: Reply | None) -> Reply | None:
+        # By attempt as well: a restore from before the close brings the session back.
+        self._closed.pop((episode_id, key), None)
+        self._closed[episode_id, key] = receipt
         if len(self._closed) > CLOSED_REMEMBERED_MAX:
             del self._closed[next(iter(self._closed))]
         return receipt

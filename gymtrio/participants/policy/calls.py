@@ -30,6 +30,8 @@ class PolicyCall:
     """The caller needs the token ids: a reply without them is an error (ID-4)."""
     refuse_when_closed: bool = False
     """The caller would rather be refused than wait at the gate (CTL-18)."""
+    epoch: str | None = None
+    """Which execution of its attempt the caller belongs to, if it says so (HARD-11)."""
 
 
 @attrs.frozen(kw_only=True)

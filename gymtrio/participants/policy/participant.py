@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -30,12 +30,11 @@ from gymtrio.errors import (
     InvalidCheckpointState,
     InvalidPhase,
     InvalidRequest,
-    Refusal,
     StaleAttempt,
     Unavailable,
 )
 from gymtrio.ids import CaptureKey, EpisodeId, RolloutId, parse_capture_key
-from gymtrio.limits import ATTEMPT_MAX
+from gymtrio.limits import ATTEMPT_MAX, BLOCKERS_LISTED_MAX
 from gymtrio.participants.base import ParticipantBase, make_record
 from gymtrio.participants.decoding import Slices, decode_records
 from gymtrio.participants.policy.calls import Backend, PolicyCall, PolicyReply, check_call
@@ -101,7 +100,7 @@ class PolicyParticipant(ParticipantBase):
         """
         check_call(call, for_rollout=episode_id is not None)
         digest = request_digest(call.route, call.body)
-        await self.admission.enter(episode_id, refuse=call.refuse_when_closed)
+        await self.admission.enter(episode_id, epoch=call.epoch, refuse=call.refuse_when_closed)
         ticket = self._admit(episode_id, call, digest)
         try:
             with ticket.scope:
@@ -142,7 +141,8 @@ class PolicyParticipant(ParticipantBase):
         """Get the reply and hold it, or the refusal that stands for it, until the gate is open."""
         try:
             exchanged = await self._exchange(ticket, call)
-        except Refusal:
+        except Exception:
+            # Whatever it is, its answer is a reply too.
             await self._hold(ticket)
             raise
         await self._hold(ticket)
@@ -276,7 +276,7 @@ class PolicyParticipant(ParticipantBase):
         return self._ledger.rows(episode_id)
 
     def status_fields(self) -> dict[str, object]:
-        return {"restored_generation_cuts": self._cuts.waiting()}
+        return {"restored_generation_cuts": self._cuts.waiting(BLOCKERS_LISTED_MAX)}
 
     def open(self) -> None:
         self._round = None
@@ -369,7 +369,13 @@ class PolicyParticipant(ParticipantBase):
         if self._unstarted:
             raise InvalidPhase(f"{len(self._unstarted)} restored episodes wait for their calls")
 
-    async def install(self, records: Sequence[Record], scope: Sequence[EpisodeId]) -> None:
+    async def install(
+        self,
+        records: MutableSequence[Record],
+        scope: Sequence[EpisodeId],
+        *,
+        execution_epoch: str | None = None,
+    ) -> None:
         read = await decode_records(PolicyRecord, records)
         named = frozenset(scope)
         for episode_id, record in read:
@@ -377,7 +383,7 @@ class PolicyParticipant(ParticipantBase):
                 raise InvalidCheckpointState(f"{episode_id} is not in the scope")
             check_record(episode_id, record)
         self.check_installable()
-        self.admission.refuse(scope)
+        self.admission.supersede(scope, execution_epoch)
         for episode_id, record in read:
             target = episode_id.next_attempt()
             if self.admission.fences.is_stale(target):
@@ -406,7 +412,7 @@ class PolicyParticipant(ParticipantBase):
             del self._unstarted[episode_id.rollout_id]
 
     def still_running(self, rollout_ids: Sequence[RolloutId]) -> list[EpisodeId]:
-        return self._tickets.retired_of(rollout_ids)
+        return self._tickets.of_rollouts(rollout_ids)
 
     def forget(self, rollout_ids: Sequence[RolloutId]) -> None:
         """Free what is kept of rollouts that are finished for good: ledgers and restored cuts."""

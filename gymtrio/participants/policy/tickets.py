@@ -164,9 +164,9 @@ class Tickets:
         """Those of this attempt and the earlier ones."""
         return self._by_rollout.up_to(episode_id)
 
-    def retired_of(self, rollout_ids: Iterable[RolloutId]) -> list[EpisodeId]:
-        """Attempts of these rollouts that are retired and have not ended."""
-        return sorted({owner for owner, t in self._by_rollout.of(rollout_ids) if t.retired})
+    def of_rollouts(self, rollout_ids: Iterable[RolloutId]) -> list[EpisodeId]:
+        """Attempts of these rollouts that have calls which have not ended."""
+        return sorted({owner for owner, _ in self._by_rollout.of(rollout_ids)})
 
     def blockers(self) -> tuple[BlockerDetail, ...]:
         """What a prepare waits for, at most 100."""

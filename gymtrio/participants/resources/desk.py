@@ -34,8 +34,8 @@ class Admitted:
 
     @property
     def stale(self) -> bool:
-        """A close by a retired attempt: answer that it is closed, and do nothing. What it held is
-        freed by the retirement, and the session may be another attempt's by now."""
+        """A close by a retired attempt or a superseded execution: answer that it is closed, and do
+        nothing. What it held is freed by the retirement, and the session may be another's by now."""
         return self._ticket is None
 
     @property
@@ -97,10 +97,13 @@ class Desk:
         session_id: SessionId | None,
         episode_id: EpisodeId | None,
         doing: str,
+        epoch: str | None,
         refuse: bool,
     ) -> AsyncIterator[Admitted]:
         """See `ResourcesParticipant.request`."""
-        ticket, already_seeded = await self._admit(kind, session_id, episode_id, doing, refuse)
+        ticket, already_seeded = await self._admit(
+            kind, session_id, episode_id, doing, epoch, refuse
+        )
         admitted = Admitted(self, ticket, already_seeded=already_seeded)
         if ticket is None:
             yield admitted
@@ -123,6 +126,7 @@ class Desk:
         session_id: SessionId | None,
         episode_id: EpisodeId | None,
         doing: str,
+        epoch: str | None,
         refuse: bool,
     ) -> tuple[Ticket | None, bool]:
         """Wait until the request may run.
@@ -135,9 +139,9 @@ class Desk:
             owner = episode_id or self._keeper.owner(session_id)
             try:
                 if not self._passes(kind):
-                    await self._admission.enter(owner, refuse=refuse)
+                    await self._admission.enter(owner, epoch=epoch, refuse=refuse)
                 elif owner is not None:
-                    self._admission.fences.check(owner)
+                    self._admission.fences.check(owner, epoch)
             except StaleAttempt:
                 if kind is RequestKind.CLOSE:
                     return None, False

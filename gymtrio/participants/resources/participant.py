@@ -18,7 +18,7 @@ Servers that begin and end sessions in other requests say so: `checkpoint_sessio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from contextlib import AbstractAsyncContextManager
 from itertools import chain
 
@@ -81,6 +81,7 @@ class ResourcesParticipant(ParticipantBase):
         session_id: SessionId | None,
         episode_id: EpisodeId | None,
         doing: str | None = None,
+        epoch: str | None = None,
         refuse: bool = False,
     ) -> AbstractAsyncContextManager[Admitted]:
         """Serve one request in a block.
@@ -89,6 +90,7 @@ class ResourcesParticipant(ParticipantBase):
             session_id: which session it is for, if it says so.
             episode_id: on whose behalf it comes; None: on that of its session.
             doing: for blocker lists, such as the tool's name.
+            epoch: which execution of the episode it belongs to, if it says so (HARD-11).
             refuse: the caller would rather be refused than wait (CTL-18).
 
         Raises:
@@ -106,6 +108,7 @@ class ResourcesParticipant(ParticipantBase):
             session_id=session_id,
             episode_id=episode_id,
             doing=doing or kind.value,
+            epoch=epoch,
             refuse=refuse,
         )
 
@@ -170,7 +173,7 @@ class ResourcesParticipant(ParticipantBase):
             "mode": self.mode.value,
             "verify": self.verify.value,
             "retired_sessions": len(self._keeper.retired),
-            "restored_pending": self._keeper.restored.waiting()[:BLOCKERS_LISTED_MAX],
+            "restored_pending": self._keeper.restored.waiting(BLOCKERS_LISTED_MAX),
             "restored_pending_count": len(self._keeper.restored),
         }
 
@@ -206,7 +209,13 @@ class ResourcesParticipant(ParticipantBase):
                 "only a server without live state can be restored"
             )
 
-    async def install(self, records: Sequence[Record], scope: Sequence[EpisodeId]) -> None:
+    async def install(
+        self,
+        records: MutableSequence[Record],
+        scope: Sequence[EpisodeId],
+        *,
+        execution_epoch: str | None = None,
+    ) -> None:
         self.check_installable()
         self._keeper.let_go_ended()
         self._installed = trio.Event()
@@ -214,7 +223,7 @@ class ResourcesParticipant(ParticipantBase):
             restored = await decode_sessions(records)
             await self._keeper.restore(restored)
             # The instant in which sessions appear and the attempts they come from are refused.
-            self.admission.refuse(scope)
+            self.admission.supersede(scope, execution_epoch)
             self._keeper.appear(restored)
         finally:
             self._installed.set()
@@ -243,6 +252,5 @@ class ResourcesParticipant(ParticipantBase):
         await self._desk.wait_replied(episode_id, CLEANUP_S_MAX)
 
     def still_running(self, rollout_ids: Sequence[RolloutId]) -> list[EpisodeId]:
-        is_stale = self.admission.fences.is_stale
-        working = {e for e in self._desk.tickets.of(rollout_ids) if is_stale(e)}
-        return sorted(working.union(self._keeper.sessions.refused_of(rollout_ids)))
+        working = set(self._desk.tickets.of(rollout_ids))
+        return sorted(working.union(self._keeper.sessions.living_of(rollout_ids)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableSequence, Sequence
 from itertools import groupby
 
 import attrs
@@ -67,7 +67,7 @@ class RestoredSession:
         return f"session {self.session_id!r} of {self.episode_id}"
 
 
-async def decode_sessions(records: Sequence[Record]) -> list[RestoredSession]:
+async def decode_sessions(records: MutableSequence[Record]) -> list[RestoredSession]:
     """Invert `encode_sessions`.
 
     Raises:

@@ -137,8 +137,13 @@ class Sessions:
         """Those of this attempt and the earlier ones of its rollout."""
         return self._by_rollout.up_to(episode_id)
 
-    def refused_of(self, rollout_ids: Iterable[RolloutId]) -> list[EpisodeId]:
-        return [owner for owner, session in self._by_rollout.of(rollout_ids) if session.refused]
+    def living_of(self, rollout_ids: Iterable[RolloutId]) -> list[EpisodeId]:
+        """Attempts of these rollouts with sessions that are in use, or refused and not freed."""
+        return [
+            owner
+            for owner, session in self._by_rollout.of(rollout_ids)
+            if session.refused or session.stage is not Stage.ENDED
+        ]
 
     def blockers(self) -> Iterator[Blocker]:
         for session in self._by_id.values():

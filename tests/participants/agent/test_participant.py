@@ -915,6 +915,18 @@ async def test_retire_during_a_close_does_not_cancel_again_and_frees_the_session
         assert not process.sessions.live
 
 
+async def test_the_replacement_attempt_opens_the_session_that_was_closed_after_the_checkpoint(
+    autojump_clock: MockClock,
+) -> None:
+    """I9, AGT-7: a restore from before its seed; the receipt of the attempt before is not its own."""
+    async with open_process() as process:
+        assert await process.seed() == [None]
+        first = await process.close()
+        assert await process.seed("s", R1) == [None]
+        assert await process.close("s", R1) == first
+        assert process.agent.closed == ["s", "s"]
+
+
 async def test_receipts_are_bounded(autojump_clock: MockClock) -> None:
     """AGT-7, I34."""
     async with open_process() as process:

@@ -7,7 +7,12 @@ import pytest
 from trio.testing import wait_all_tasks_blocked
 
 from gymtrio.capture.replies import Route
-from gymtrio.errors import InvalidCheckpointState, InvalidPhase
+from gymtrio.errors import (
+    InvalidCheckpointState,
+    InvalidPhase,
+    RetireIncomplete,
+    StaleAttempt,
+)
 from gymtrio.participants.base import make_record
 from gymtrio.participants.policy.calls import PolicyCall
 from gymtrio.participants.policy.records import PolicyRecord
@@ -222,6 +227,9 @@ async def test_a_second_restore_over_unclaimed_state_is_refused(autojump_clock: 
         with pytest.raises(InvalidPhase, match="wait for their calls"):
             await policy.restore(R, name="x2")
         await policy.retire(R1)
+        with pytest.raises(StaleAttempt, match="r-a1"):
+            await policy.restore(R, name="x2")
+        await policy.forget("r")
         await policy.restore(R, name="x2")
 
 
@@ -243,6 +251,17 @@ async def test_of_two_attempts_in_a_scope_the_later_one_continues(autojump_clock
         assert reply.episode_ids == ("r-a2",)
         assert list(policy.records("d1")) == ["r-a2"]
         assert policy.policy.unclaimed_outside(frozenset()) == [R2]
+
+
+async def test_a_rollout_with_a_call_under_way_is_not_forgotten(autojump_clock: object) -> None:
+    """CTL-12: also when nothing of it was retired; its ledger stays."""
+    async with open_policy(World()) as policy:
+        await policy.ask_at_once(R, chat("a"))
+        await policy.begin_live(R, chat("b"))
+        with pytest.raises(RetireIncomplete, match="r"):
+            await policy.forget("r")
+        await policy.checkpoint(R)
+        assert list(policy.records()) == ["r"]
 
 
 async def test_a_record_outside_the_scope_is_refused(autojump_clock: object) -> None:

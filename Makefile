@@ -5,6 +5,7 @@
 #   make demo      the demo                                (ARGS="--rollouts 4 --seed 7")
 #   make lint      ruff, mypy --strict, import layers
 #   make format    rewrite the sources as `make lint` wants them
+#   make bench     what a checkpoint costs, beside its floors (ARGS="--quick --check")
 #   make nightly   the property tests with 100,000 examples each: hours
 #   make lock      pin what the registry has now for this Python
 #   make clean     remove the environment and every cache
@@ -33,7 +34,7 @@ ENVIRONMENT := $(VENV)/.environment-$(VERSION)
 DEMO_INSTALLED := $(VENV)/.demo-$(VERSION)
 DEV_INSTALLED := $(VENV)/.dev-$(VERSION)
 
-.PHONY: test demo lint format nightly lock clean python
+.PHONY: test demo lint format bench nightly lock clean python
 
 test: lint
 	$(BIN)/python -m pytest --cov --cov-report=term $(PYTEST_ARGS)
@@ -50,6 +51,9 @@ lint: $(DEV_INSTALLED)
 format: $(DEV_INSTALLED)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+bench: $(DEMO_INSTALLED)
+	$(BIN)/python -m bench.checkpoint $(or $(ARGS),--quick)
 
 nightly: $(DEV_INSTALLED)
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m hypothesis --timeout=0 $(PYTEST_ARGS)

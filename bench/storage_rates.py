@@ -1,24 +1,30 @@
 """How fast a checkpoint is written and read, and how long the loop is held meanwhile (STO-5).
 
-    python bench/storage_rates.py [records] [bytes of each] [directory]
+    python -m bench.storage_rates [--records N] [--bytes N] [--json FILE] [--check]
 
-The floor is the same bytes hashed, written to one file and synced, with nothing else.
+Storage alone, with payloads that are there already. The floor of writing is the same bytes hashed,
+written to one file and synced; that of reading, the same file read and hashed.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
+import argparse
 import secrets
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence, Set
+from functools import partial
+from pathlib import Path
+from typing import Final
 
+import attrs
 import trio
 
-from gymtrio.ids import CheckpointId, EpisodeId, RolloutId
+from bench import floors
+from bench.episodes import Conversation
+from bench.measure import Heart, Sample, open_heart, timed
+from bench.report import Row, Section, Target, add_arguments, conclude
+from gymtrio.ids import CaptureKey, CheckpointId, EpisodeId, RolloutId
 from gymtrio.storage import opaque
 from gymtrio.storage.disk import ThreadDisk
 from gymtrio.storage.publication import Publication
@@ -27,97 +33,120 @@ from gymtrio.storage.records import Identity, Record
 from gymtrio.storage.root import CheckpointRoot
 from gymtrio.storage.writer import write_checkpoint
 
-ROUNDS = 3
+HELD_S: Final = 0.020
+PEAK_BYTES: Final = 64 * 2**20
+IDENTITY: Final = partial(Identity, kind="agent", instance="bench")
 
 
-class Stall:
-    """The longest time that a task which is always ready had to wait."""
+@attrs.define
+class Rates:
+    """What the rounds gave, one entry for each."""
 
-    def __init__(self) -> None:
-        self.longest_s = 0.0
-
-    async def watch(self) -> None:
-        last = time.perf_counter()
-        while True:
-            await trio.sleep(0.001)
-            now = time.perf_counter()
-            self.longest_s = max(self.longest_s, now - last - 0.001)
-            last = now
-
-
-@contextmanager
-def row(name: str, total_bytes: int, stall: Stall | None = None) -> Iterator[None]:
-    if stall is not None:
-        stall.longest_s = 0.0
-    began, cpu = time.perf_counter(), time.process_time()
-    yield
-    took_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu
-    held = "" if stall is None else f"{stall.longest_s * 1e3:8.1f}"
-    print(f"{name:34}{took_s:8.3f}{cpu_s:8.3f}{total_bytes / took_s / 1e6:8.0f}{held}")
+    write: list[Sample] = attrs.field(factory=list)
+    read: list[Sample] = attrs.field(factory=list)
+    verify: list[Sample] = attrs.field(factory=list)
+    encode: list[Sample] = attrs.field(factory=list)
+    decode: list[Sample] = attrs.field(factory=list)
+    writing_s: list[float] = attrs.field(factory=list)
+    reading_s: list[float] = attrs.field(factory=list)
+    encoding_s: list[float] = attrs.field(factory=list)
+    parsing_s: list[float] = attrs.field(factory=list)
 
 
-def state_of(payload_bytes: int) -> dict[str, object]:
-    """A conversation of about this size."""
-    text = "the quick brown fox jumps over the lazy dog " * 10
-    message = {"role": "user", "content": [{"type": "input_text", "text": text}]}
-    return {"messages": [message] * max(1, payload_bytes // 500), "step": 3}
-
-
-def floor(directory: str, payload: bytes, count: int) -> None:
-    batch = payload * max(1, 2**20 // len(payload))
-    path = os.path.join(directory, "floor")
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    digest = hashlib.sha256()
-    for _ in range(count * len(payload) // len(batch)):
-        digest.update(batch)
-        os.write(descriptor, batch)
-    os.fsync(descriptor)
-    os.close(descriptor)
-    os.unlink(path)
-
-
-async def main(count: int, payload_bytes: int, directory: str) -> None:
+async def measure(count: int, payload_bytes: int, rounds: int, directory: str) -> Section:
+    rates = Rates()
     payload = secrets.token_bytes(payload_bytes)
+    states = [Conversation.of_size(0, payload_bytes).state()] * count
+    async with open_heart() as heart:
+        for number in range(rounds):
+            await _files(rates, heart, count, payload, directory, f"step-{number}")
+            _encodings(rates, heart, states)
     total = count * payload_bytes
-    state = state_of(payload_bytes)
-    data = opaque.encode(state, "bench")
-    disk, root, stall = ThreadDisk(), CheckpointRoot(directory), Stall()
-    print(f"{count} records of {payload_bytes} bytes; state of {len(data)} bytes")
-    print(f"{'':34}{'s':>8}{'cpu s':>8}{'MB/s':>8}{'held ms':>8}")
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(stall.watch)
-        for number in range(ROUNDS):
-            with row("floor: hash, write, sync", total):
-                floor(directory, payload, count)
-            place = await root.accept(disk, f"step-{number}")
-            identity = Identity(
-                kind="agent", instance="bench", checkpoint_id=CheckpointId(f"step-{number}")
-            )
-            records = (Record(EpisodeId(RolloutId(f"r{n}")), payload) for n in range(count))
-            with row("write", total, stall):
-                await write_checkpoint(
-                    disk,
-                    place,
-                    identity,
-                    records,
-                    {},
-                    nonce=secrets.token_hex(16),
-                    publication=Publication(),
-                )
-            for name, scope in (("read everything", None), ("read an empty scope", frozenset())):
-                with row(name, total, stall):
-                    await read_checkpoint(disk, place, kind="agent", instance="bench", scope=scope)
-        nursery.cancel_scope.cancel()
-    with row("opaque encode", count * len(data)):
-        for _ in range(count):
-            opaque.encode(state, "bench")
-    with row("opaque decode", count * len(data)):
-        for _ in range(count):
+    held = partial(Target, held_s=HELD_S, peak_bytes=PEAK_BYTES)
+    return Section(
+        title=f"{count} records of {payload_bytes} bytes, {total / 1e6:.0f} MB",
+        facts={"records": count, "payload_bytes": payload_bytes, "rounds": rounds},
+        rows=[
+            Row(name="write", samples=rates.write, floors_s=rates.writing_s, target=held()),
+            Row(
+                name="read everything",
+                samples=rates.read,
+                floors_s=rates.reading_s,
+                kept_bytes=total,
+                target=held(),
+            ),
+            Row(
+                name="read an empty scope",
+                samples=rates.verify,
+                floors_s=rates.reading_s,
+                target=held(),
+            ),
+            Row(name="opaque encode", samples=rates.encode, floors_s=rates.encoding_s),
+            Row(name="opaque decode", samples=rates.decode, floors_s=rates.parsing_s),
+        ],
+    )
+
+
+async def _files(
+    rates: Rates, heart: Heart, count: int, payload: bytes, directory: str, name: str
+) -> None:
+    disk = ThreadDisk()
+    place = await CheckpointRoot(directory).accept(disk, name)
+    records = (Record(EpisodeId(RolloutId(f"r{n}")), payload) for n in range(count))
+    with heart.measuring() as sample:
+        await write_checkpoint(
+            disk,
+            place,
+            IDENTITY(checkpoint_id=CheckpointId(name)),
+            records,
+            {},
+            nonce=secrets.token_hex(16),
+            publication=Publication(),
+        )
+    rates.write.append(sample)
+    floor = Path(directory) / f"{name}.floor"
+    with timed(rates.writing_s):
+        floors.write_and_sync(floor, count * len(payload), hashed=True)
+    with timed(rates.reading_s):
+        floors.read_and_hash(floor)
+    floor.unlink()
+    everything: Set[CaptureKey] | None = None
+    for samples, scope in ((rates.read, everything), (rates.verify, frozenset[CaptureKey]())):
+        with heart.measuring() as sample:
+            await read_checkpoint(disk, place, kind="agent", instance="bench", scope=scope)
+        samples.append(sample)
+
+
+def _encodings(rates: Rates, heart: Heart, states: Sequence[object]) -> None:
+    # One call for each state; nothing else runs between them, so they hold the loop.
+    with heart.measuring() as sample:
+        encoded = [opaque.encode(state, "bench") for state in states]
+    rates.encode.append(sample)
+    with timed(rates.encoding_s):
+        floors.encode_each(states)
+    with heart.measuring() as sample:
+        for data in encoded:
             opaque.decode(data)
+    rates.decode.append(sample)
+    with timed(rates.parsing_s):
+        floors.parse_each(encoded)
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--records", type=int, default=16_000)
+    parser.add_argument("--bytes", type=int, default=10_000, help="of each")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--directory", help="on the disk to be measured; default: the temporary one"
+    )
+    add_arguments(parser)
+    arguments = parser.parse_args(given)
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as made:
+        section = trio.run(measure, arguments.records, arguments.bytes, arguments.rounds, made)
+    section.print()
+    return conclude([section], arguments)
 
 
 if __name__ == "__main__":
-    given = sys.argv[1:]
-    numbers = [int(text) for text in given[:2]] + [16_000, 10_000][len(given[:2]) :]
-    with tempfile.TemporaryDirectory(dir=given[2] if len(given) > 2 else None) as made:
-        trio.run(main, numbers[0], numbers[1], made)
+    sys.exit(main())

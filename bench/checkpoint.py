@@ -1,0 +1,386 @@
+"""What a checkpoint costs: prepare, commit, resume, abort, restore, beside their floors.
+
+    python -m bench.checkpoint [--quick] [--json FILE] [--check]
+
+1,000, 4,000 and 16,000 episodes with 1 kB and 10 kB of state each live in one environment's
+participant, every one in a step when the prepare comes. Spoken to directly (its `Control`), through the
+controller's library over the control route of an embedded deployment, and over real connections. Each
+size runs in a process of its own, so that memory is not what an earlier one has left.
+
+    what      from .. to                                  floor, measured in the same round
+    prepare   call .. reply, steps ending meanwhile       as many bare tasks ending the same steps
+    commit    call .. reply                               JSON of each state + bytes written, synced
+    resume    call .. each episode has gone on            as many bare tasks woken
+    abort     resume during a commit, call .. reply
+    restore   call .. reply, and the resume after it      bytes read + hashed + records unpacked
+    claim     start of replacements .. all in a step      JSON of each state parsed + bare tasks started
+
+*held*: the longest time that another task had to wait meanwhile; *cpu*: the same in processor time of
+the loop's thread, which no other process can lengthen. *MiB*: memory at its highest beyond what was
+there before and what stays (restored records).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import multiprocessing
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Final
+
+import attrs
+import trio
+
+from bench import floors
+from bench.episodes import BareTasks, Conversation, LiveEpisodes, episode_ids
+from bench.measure import Heart, Sample, open_heart, timed
+from bench.planes import INSTANCE, WAYS, OpenPlane, Plane
+from bench.report import Row, Section, Target, add_arguments, conclude
+from gymtrio.errors import GymtrioError
+from gymtrio.participants.environment import EnvironmentParticipant, EnvironmentRecord
+from gymtrio.serving.launch import spare_long_lived_objects
+from gymtrio.storage.disk import ThreadDisk
+from gymtrio.storage.reader import read_checkpoint
+from gymtrio.storage.root import CheckpointRoot
+from gymtrio.wire.codec import unpack
+from gymtrio.wire.control import Kind
+
+HELD_S: Final = 0.020
+"""STO-5."""
+PEAK_BYTES: Final = 64 * 2**20
+"""STO-5."""
+AT_ONCE_S: Final = 0.1
+COMMIT_RATIO: Final = 1.5
+RESTORE_RATIO: Final = 2.0
+RATIO_FROM_S: Final = 0.1
+"""A commit syncs every directory up to the root, however little is in it."""
+GROWTH: Final = 1.5
+"""Time per episode, at one size and at the next smaller: what a shared machine makes of linear."""
+GROWTH_FROM_S: Final = 0.02
+
+ABORTED_AFTER: Final = 0.4
+"""Of the states."""
+
+
+@attrs.frozen(kw_only=True)
+class Case:
+    """One size and one way to the control plane."""
+
+    way: str
+    count: int
+    state_bytes: int
+    rounds: int
+    directory: str
+
+    @property
+    def title(self) -> str:
+        return f"{self.count} episodes, {self.state_bytes} bytes of state, {self.way}"
+
+
+@attrs.define
+class Measured:
+    """What the rounds of one case gave, one entry for each."""
+
+    prepare: list[Sample] = attrs.field(factory=list)
+    commit: list[Sample] = attrs.field(factory=list)
+    resume: list[Sample] = attrs.field(factory=list)
+    abort: list[Sample] = attrs.field(factory=list)
+    restore: list[Sample] = attrs.field(factory=list)
+    claim: list[Sample] = attrs.field(factory=list)
+    ending_s: list[float] = attrs.field(factory=list)
+    waking_s: list[float] = attrs.field(factory=list)
+    starting_s: list[float] = attrs.field(factory=list)
+    encoding_s: list[float] = attrs.field(factory=list)
+    writing_s: list[float] = attrs.field(factory=list)
+    reading_s: list[float] = attrs.field(factory=list)
+    decoding_s: list[float] = attrs.field(factory=list)
+    parsing_s: list[float] = attrs.field(factory=list)
+    state_bytes: int = 0
+    stored_bytes: int = 0
+
+
+def run_case(case: Case) -> Section:
+    """Measure one case; a process of its own calls this."""
+    spare_long_lived_objects()
+    measured = Measured()
+    with tempfile.TemporaryDirectory(dir=case.directory) as made:
+        trio.run(_run_rounds, case, measured, Path(made))
+    return _section(case, measured)
+
+
+async def _run_rounds(case: Case, measured: Measured, directory: Path) -> None:
+    for number in range(case.rounds):
+        root = directory / str(number)
+        (root / "checkpoints").mkdir(parents=True)
+        async with open_heart() as heart:
+            await _Round(case, measured, heart, root).run()
+
+
+class _Round:
+    """One life of the episodes: checkpointed, resumed, checkpointed and aborted, lost, restored."""
+
+    def __init__(self, case: Case, measured: Measured, heart: Heart, root: Path) -> None:
+        self._measured = measured
+        self._heart = heart
+        self._root = root
+        self._open: OpenPlane = WAYS[case.way]
+        self._ids = episode_ids(case.count)
+        self._state_bytes = case.state_bytes
+
+    async def run(self) -> None:
+        await self._bare()
+        await self._live()
+        # What a life leaves behind, its process takes along.
+        gc.collect()
+        await self._restored_floors()
+        gc.collect()
+        await self._restored()
+
+    async def _bare(self) -> None:
+        measured = self._measured
+        async with trio.open_nursery() as nursery:
+            tasks = BareTasks(len(self._ids))
+            with timed(measured.starting_s):
+                await tasks.start(nursery)
+            await floors.bare_waking(tasks, measured.ending_s, measured.waking_s)
+            nursery.cancel_scope.cancel()
+
+    async def _live(self) -> None:
+        participant = EnvironmentParticipant(INSTANCE)
+        conversations = [Conversation.of_size(n, self._state_bytes) for n in range(len(self._ids))]
+        async with self._open(participant, self._root) as plane, trio.open_nursery() as nursery:
+            live = LiveEpisodes(participant, self._ids, conversations)
+            await live.start(nursery)
+            await self._prepare(plane, live, "saved")
+            await self._commit(plane)
+            await self._resume(plane, live)
+            await self._prepare(plane, live, "aborted")
+            await self._abort(plane, live)
+            self._commit_floors(live)
+            nursery.cancel_scope.cancel()
+
+    async def _prepare(self, plane: Plane, live: LiveEpisodes, name: str) -> None:
+        with self._heart.measuring() as sample:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(plane.prepare, name)
+                while not live.participant.admission.closed:
+                    await trio.lowlevel.checkpoint()
+                await live.steps.end()
+        if name == "saved":
+            self._measured.prepare.append(sample)
+
+    async def _commit(self, plane: Plane) -> None:
+        with self._heart.measuring() as sample:
+            await plane.commit("saved", self._ids)
+        self._measured.commit.append(sample)
+
+    async def _resume(self, plane: Plane, live: LiveEpisodes) -> None:
+        all_passed = live.gone_on.all_passed
+        with self._heart.measuring() as sample:
+            await plane.resume("saved")
+            await all_passed.wait()
+        self._measured.resume.append(sample)
+
+    async def _abort(self, plane: Plane, live: LiveEpisodes) -> None:
+        under_way = live.exported(max(1, round(len(self._ids) * ABORTED_AFTER)))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._commit_that_fails, plane)
+            await under_way.wait()
+            with self._heart.measuring() as sample:
+                await plane.resume("aborted")
+        self._measured.abort.append(sample)
+        left = list((self._root / "checkpoints" / "aborted").rglob("*.*"))
+        assert not left, f"something of an aborted commit stayed: {left}"
+
+    async def _commit_that_fails(self, plane: Plane) -> None:
+        try:
+            await plane.commit("aborted", self._ids)
+        except GymtrioError:
+            return
+        raise AssertionError("the commit ended before it was aborted")
+
+    def _commit_floors(self, live: LiveEpisodes) -> None:
+        measured = self._measured
+        part = self._part()
+        measured.stored_bytes = part.stat().st_size
+        assert live.conversations is not None
+        with timed(measured.encoding_s):
+            floors.encode_each(conversation.state() for conversation in live.conversations)
+        with timed(measured.writing_s):
+            floors.write_and_sync(self._root / "floor", measured.stored_bytes)
+
+    def _part(self) -> Path:
+        (part,) = (self._root / "checkpoints" / "saved").rglob("*.part")
+        return part
+
+    async def _restored_floors(self) -> None:
+        measured = self._measured
+        with timed(measured.reading_s):
+            floors.read_and_hash(self._part())
+        disk = ThreadDisk()
+        place = await CheckpointRoot(str(self._root / "checkpoints")).accept(disk, "saved")
+        loaded = await read_checkpoint(
+            disk, place, kind=Kind.ENVIRONMENT.value, instance=INSTANCE, scope=None
+        )
+        payloads = [record.payload for record in loaded.records.values()]
+        with timed(measured.decoding_s):
+            floors.decode_each(payloads)
+        states = [unpack(EnvironmentRecord, payload).boundary or b"" for payload in payloads]
+        measured.state_bytes = sum(map(len, states))
+        with timed(measured.parsing_s):
+            floors.parse_each(states)
+
+    async def _restored(self) -> None:
+        participant = EnvironmentParticipant(INSTANCE)
+        async with self._open(participant, self._root) as plane, trio.open_nursery() as nursery:
+            with self._heart.measuring() as sample:
+                await plane.restore("saved", self._ids)
+            self._measured.restore.append(sample)
+            replacements = [episode_id.next_attempt() for episode_id in self._ids]
+            live = LiveEpisodes(participant, replacements, None)
+            with self._heart.measuring() as sample:
+                await live.start(nursery)
+            self._measured.claim.append(sample)
+            assert not len(participant.restored)
+            nursery.cancel_scope.cancel()
+
+
+def _section(case: Case, measured: Measured) -> Section:
+    held = partial(Target, held_s=HELD_S)
+    return Section(
+        title=case.title,
+        facts={
+            "way": case.way,
+            "episodes": case.count,
+            "rounds": case.rounds,
+            "state_bytes_per_episode": measured.state_bytes / case.count,
+            "stored_bytes_per_episode": measured.stored_bytes / case.count,
+            "encode_s": measured.encoding_s,
+            "write_and_sync_s": measured.writing_s,
+            "read_and_hash_s": measured.reading_s,
+            "decode_s": measured.decoding_s,
+        },
+        rows=[
+            Row(
+                name="prepare",
+                samples=measured.prepare,
+                floors_s=measured.ending_s,
+                target=held(over_floor_s=AT_ONCE_S),
+            ),
+            Row(
+                name="commit",
+                samples=measured.commit,
+                floors_s=_sums(measured.encoding_s, measured.writing_s),
+                target=held(ratio=COMMIT_RATIO, ratio_from_s=RATIO_FROM_S, peak_bytes=PEAK_BYTES),
+            ),
+            Row(
+                name="resume",
+                samples=measured.resume,
+                floors_s=measured.waking_s,
+                target=held(took_s=AT_ONCE_S),
+            ),
+            Row(name="abort", samples=measured.abort, target=held(took_s=AT_ONCE_S)),
+            Row(
+                name="restore",
+                samples=measured.restore,
+                floors_s=_sums(measured.reading_s, measured.decoding_s),
+                kept_bytes=measured.stored_bytes,
+                target=held(ratio=RESTORE_RATIO, ratio_from_s=RATIO_FROM_S, peak_bytes=PEAK_BYTES),
+            ),
+            Row(
+                name="claim",
+                samples=measured.claim,
+                floors_s=_sums(measured.parsing_s, measured.starting_s),
+            ),
+        ],
+    )
+
+
+def _sums(one: Sequence[float], other: Sequence[float]) -> list[float]:
+    return [a + b for a, b in zip(one, other, strict=True)]
+
+
+def growth_missed(sections: Sequence[Section]) -> list[str]:
+    """Where the time per episode grew from one size to the next."""
+    missed = []
+    for smaller, larger in pairwise(sections):
+        if larger.facts["way"] != smaller.facts["way"]:
+            continue
+        counts = [section.facts["episodes"] for section in (smaller, larger)]
+        assert isinstance(counts[0], int)
+        assert isinstance(counts[1], int)
+        if counts[1] <= counts[0]:
+            continue
+        for one, other in zip(smaller.rows, larger.rows, strict=True):
+            growth = (other.took_s / counts[1]) / (one.took_s / counts[0])
+            if one.took_s >= GROWTH_FROM_S and growth > GROWTH:
+                missed.append(
+                    f"{larger.title}: {other.name}: {growth:.2f} times the time per episode of "
+                    f"{counts[0]}, target {GROWTH:g}"
+                )
+    return missed
+
+
+def cases(*, quick: bool, rounds: int | None, directory: str) -> list[Case]:
+    """Everything that is measured, each way's sizes in order."""
+    if quick:
+        shapes = [("direct", 1_000, 1_000), ("direct", 4_000, 1_000), ("in process", 1_000, 1_000)]
+    else:
+        sizes = [(count, state) for state in (1_000, 10_000) for count in (1_000, 4_000, 16_000)]
+        shapes = [(way, *size) for way in ("direct", "in process") for size in sizes]
+        shapes.append(("sockets", 16_000, 10_000))
+    return [
+        Case(
+            way=way,
+            count=count,
+            state_bytes=state_bytes,
+            rounds=rounds or 3,
+            directory=directory,
+        )
+        for way, count, state_bytes in shapes
+    ]
+
+
+def run(given: Sequence[Case], *, in_process: bool = False) -> list[Section]:
+    """Measure and print, one after the other.
+
+    Args:
+        in_process: not each in a process of its own; memory then says little.
+    """
+    sections = []
+    for case in given:
+        if in_process:
+            section = run_case(case)
+        else:
+            spawn = multiprocessing.get_context("spawn")
+            with ProcessPoolExecutor(max_workers=1, mp_context=spawn) as pool:
+                section = pool.submit(run_case, case).result()
+        section.print()
+        sections.append(section)
+    return sections
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="small sizes, a few seconds")
+    parser.add_argument("--rounds", type=int, help="default: 3")
+    parser.add_argument("--only", metavar="TEXT", default="", help="cases whose title has TEXT")
+    parser.add_argument(
+        "--directory", help="on the disk to be measured; default: the temporary one"
+    )
+    add_arguments(parser)
+    arguments = parser.parse_args(given)
+    directory = arguments.directory or tempfile.gettempdir()
+    wanted = cases(quick=arguments.quick, rounds=arguments.rounds, directory=directory)
+    sections = run([case for case in wanted if arguments.only in case.title])
+    return conclude(sections, arguments, growth_missed(sections))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""What the policy server knows of each episode, against what agents heard and the backend computed.
+
+Decodes the model's part of every published checkpoint with the real record types: I8 for cuts, I14,
+I16, I25's stamp, I28.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+import attrs
+
+from gymtrio.capture.tokens import StagingKey, TokenRecord
+from gymtrio.ids import CaptureKey, CheckpointId
+from gymtrio.participants.policy.records import PolicyRecord
+from gymtrio.storage.records import Identity, PartDecoder
+from gymtrio.wire.codec import unpack
+from tests.simulation.engine import Engine, conversation
+from tests.simulation.network import Exchange
+
+if TYPE_CHECKING:
+    from tests.simulation.oracles import Oracles
+
+PART: Final = ".part"
+
+
+@attrs.define(eq=False)
+class Lineage:
+    engine: Engine
+    oracles: Oracles
+    heard: dict[str, list[str]] = attrs.field(factory=dict)
+    """Capture key to the conversations whose answers its policy server has sent whole."""
+    restored_cuts: dict[str, Any] = attrs.field(factory=dict)
+    """Capture key to the cut that its attempt was restored with, while nothing shows it was used."""
+    restored_rows: dict[str, int] = attrs.field(factory=dict)
+    of_checkpoint: dict[str, dict[CaptureKey, PolicyRecord]] = attrs.field(factory=dict)
+
+    def answered(self, exchange: Exchange) -> None:
+        """A whole answer left the policy server."""
+        if exchange.key is not None:
+            said = conversation(exchange.json()["input"])
+            self.heard.setdefault(exchange.key, []).append(said)
+            self._delivered(exchange.key, said)
+
+    def _delivered(self, key: str, said: str) -> None:
+        cut = self.restored_cuts.get(key)
+        if cut is not None and said == self._conversation_of(cut):
+            del self.restored_cuts[key]
+
+    def _conversation_of(self, cut: Any) -> str | None:
+        for extension, said in self.engine.begun:
+            if extension.model_call_id == cut.continuation.source_model_call_id:
+                return said
+        return None
+
+    def published(self, publication: Any, files: dict[str, bytes]) -> None:
+        records = _records(publication.checkpoint_id, files)
+        self.of_checkpoint[publication.checkpoint_id] = records
+        fail = self.oracles.fail
+        for episode_id in publication.scope:
+            key = episode_id.capture_key
+            if key not in publication.commits["policy"].episode_ids:
+                continue
+            record = records.get(key, PolicyRecord())
+            sent = len(self.heard.get(key, ())) + self.restored_rows.get(key, 0)
+            # Of an answer that is lost on its way nobody knows whether it was heard.
+            if len(record.rows) > sent:
+                fail("I16", f"{key}: {len(record.rows)} rows, {sent} answers were delivered")
+            if len(record.rows) < sent and not self.oracles.lossy:
+                fail("I16", f"{key}: {len(record.rows)} rows of {sent} delivered answers")
+            wanted = self.restored_cuts.get(key)
+            if wanted is not None and record.cut is None:
+                fail("I8", f"{key}: its restored cut was not delivered and is not exported again")
+
+    def restored(self, publication: Any) -> None:
+        for episode_id in publication.scope:
+            record = self.of_checkpoint[publication.checkpoint_id].get(episode_id.capture_key)
+            for known in (self.heard, self.restored_rows, self.restored_cuts):
+                for key in [k for k in known if k.split("-a")[0] == episode_id.rollout_id]:
+                    del known[key]
+            if record is not None:
+                key = episode_id.next_attempt().capture_key
+                self.restored_rows[key] = len(record.rows)
+                if record.cut is not None:
+                    self.restored_cuts[key] = record.cut
+
+    def fresh(self) -> None:
+        """The servers started without any past."""
+        self.heard.clear()
+        self.restored_rows.clear()
+        self.restored_cuts.clear()
+
+    def generation_begins(self, exchange: Exchange) -> None:
+        """The policy server asks the backend: a cut that fits is gone on from (CUT-4)."""
+        body = json.loads(exchange.body)
+        extension = body["gymtrio"]
+        attempt = extension["attempt"]
+        key = str(extension["rollout_id"]) + (f"-a{attempt}" if attempt else "")
+        said = conversation(body["input"])
+        cut = self.restored_cuts.get(key)
+        if (
+            cut is not None
+            and said == self._conversation_of(cut)
+            and extension.get("continuation") is None
+        ):
+            self.oracles.fail("I25", f"{key}: its durable prefix is generated again")
+        sources = [
+            call.extension.continuation.source_model_call_id
+            for call in self.engine.live.values()
+            if call.extension.continuation is not None and call.extension.rollout_id == key
+        ]
+        continuation = extension.get("continuation")
+        if continuation is not None and continuation["source_model_call_id"] in sources:
+            self.oracles.fail("I14", f"{key}: one cut is continued twice at once")
+
+    def stamps(self, records: dict[StagingKey, TokenRecord]) -> None:
+        """At the end: whole records are stamped with the oldest version that contributed (I25)."""
+        oldest = {a.extension.model_call_id: a.oldest for a in self.engine.answered}
+        for record in records.values():
+            wanted = oldest.get(record.model_call_id)
+            if wanted is None or not str(record.staging_key).endswith("/whole"):
+                continue
+            if record.policy_version != wanted:
+                what = f"stamped {record.policy_version}, not {wanted}"
+                self.oracles.fail("I25", f"{record.staging_key}: {what}")
+
+
+def _records(
+    checkpoint_id: CheckpointId, files: dict[str, bytes]
+) -> dict[CaptureKey, PolicyRecord]:
+    identity = Identity(kind="model", instance="policy", checkpoint_id=checkpoint_id)
+    found: dict[CaptureKey, PolicyRecord] = {}
+    for name, data in files.items():
+        if name.endswith(PART):
+            decoder = PartDecoder(identity, scope=None, where=name)
+            decoder.receive_data(data)
+            while decoder.advance():
+                pass
+            for key, record in decoder.records.items():
+                found[key] = unpack(PolicyRecord, record.payload)
+    return found

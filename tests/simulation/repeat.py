@@ -1,0 +1,26 @@
+"""Repeat one run and show all of it: `python -m tests.simulation.repeat SEED`, or `--trace SEED`."""
+
+from __future__ import annotations
+
+import sys
+
+from tests.simulation.plans import random_plan
+from tests.simulation.world import run
+
+
+def main(arguments: list[str]) -> int:
+    only_trace = "--trace" in arguments
+    seeds = [int(text) for text in arguments if text != "--trace"]
+    failed = False
+    for seed in seeds:
+        plan = random_plan(seed)
+        outcome = run(plan)
+        if not only_trace:
+            print(plan, *outcome.lines, *outcome.violations, sep="\n")  # noqa: T201
+        print(seed, outcome.trace)  # noqa: T201
+        failed = failed or bool(outcome.violations)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

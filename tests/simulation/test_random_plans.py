@@ -1,0 +1,64 @@
+"""Plans by seed: crashes, lost and doubled calls, other controllers, disks that fail.
+
+A bounded number by default; `GYMTRIO_SIM_SEEDS=2000 pytest tests/simulation/test_random_plans.py` runs
+as many, `GYMTRIO_SIM_FROM=50000` begins elsewhere. A seed that fails prints its plan: paste it into a
+test.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from typing import Final
+
+import pytest
+
+from tests.simulation.plans import random_plan
+from tests.simulation.world import run
+
+SEEDS: Final = int(os.environ.get("GYMTRIO_SIM_SEEDS") or 160)
+FROM: Final = int(os.environ.get("GYMTRIO_SIM_FROM") or 0)
+BLOCK: Final = 20
+ENOUGH_FOR_RARE: Final = 160
+RARE: Final = (
+    "a lease expired",
+    "a second controller held",
+    "a second controller was refused",
+    "a stale request",
+    "a crash before the restore was over",
+    "a cut was continued",
+    "published",
+    "fault: all",
+    "fault: power",
+    "fault: trainer",
+    "fault: env",
+    "fault: policy",
+    "fault: agent",
+    "fault: tools",
+)
+"""What must have happened in a set of runs for it to prove anything about it."""
+
+seen: Final[Counter[str]] = Counter()
+
+
+@pytest.mark.parametrize("first", range(FROM, FROM + SEEDS, BLOCK))
+def test_no_plan_breaks_an_invariant(first: int) -> None:
+    """E2E-4: I1 to I5, I7 to I14, I16, I17, I19 to I22, I25, I26, I29, I30, I34; HARD-2, 3, 12."""
+    failures = []
+    for seed in range(first, min(first + BLOCK, FROM + SEEDS)):
+        plan = random_plan(seed)
+        outcome = run(plan)
+        seen.update(outcome.sometimes)
+        if outcome.violations:
+            failures.append(
+                "\n".join(
+                    [f"{plan!r}", *outcome.violations, f"python -m tests.simulation.repeat {seed}"]
+                )
+            )
+    assert not failures, "\n\n".join(failures)
+
+
+def test_rare_things_happened() -> None:
+    if SEEDS < ENOUGH_FOR_RARE or not seen:
+        pytest.skip("too few plans ran")
+    assert [what for what in RARE if not seen[what]] == []

@@ -1,0 +1,454 @@
+"""One simulated run: a deployment, a training program, a supervisor, and what the plan does to them."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+from collections import Counter
+from typing import Any, Final
+
+import attrs
+import trio
+
+from gymtrio.checkpoint.coordination import open_coordination
+from gymtrio.checkpoint.members import CoordinationError
+from gymtrio.errors import GymtrioError, HostError, SettingsError, TransportError
+from gymtrio.ids import CheckpointId, RolloutId, parse_capture_key
+from gymtrio.serving.client import Lane, ServerClient, peer_of_url
+from gymtrio.serving.controlchannel import HttpControlChannel
+from gymtrio.serving.deployment import DeploymentDirectory
+from gymtrio.settings import Secret
+from tests.helpers.clocks import FollowingClock
+from tests.simulation.checkpoints import Checkpoints
+from tests.simulation.disk import Machine
+from tests.simulation.engine import Engine, engine_app
+from tests.simulation.history import History
+from tests.simulation.network import Exchange, SimulatedNetwork
+from tests.simulation.oracles import Oracles
+from tests.simulation.plans import Fault, Plan
+from tests.simulation.processes import Process, Processes
+from tests.simulation.scheduler import Steps, run_seeded
+from tests.simulation.servers import (
+    CONTROL_TOKEN,
+    LEASE_GRACE_S,
+    PARTICIPANTS,
+    Surroundings,
+    app_of,
+    make_deployment,
+    serve,
+)
+from tests.simulation.tokens import TokenPort, TokenShelf
+from tests.simulation.trainer import (
+    CHECKPOINT_TIMEOUT_S,
+    Journal,
+    RestartNeeded,
+    Trainer,
+    task_of,
+)
+
+BUDGET_S: Final = 900.0
+"""Virtual time in which everything must be finished: faults end long before (I29)."""
+TRAINING: Final = "trainer"
+RESTARTS_MAX: Final = 30
+"""More than any plan has faults."""
+STOPPED_S: Final = 20.0
+"""Longer than any lease here."""
+
+
+@attrs.frozen
+class Outcome:
+    """What came of a run."""
+
+    violations: list[str]
+    steps: int
+    schedule: int
+    """Checksum of which task ran when."""
+    history: int
+    """Checksum of what was seen."""
+    lines: list[str]
+    sometimes: Counter[str]
+    virtual_s: float
+    results: dict[RolloutId, Any]
+
+    @property
+    def trace(self) -> str:
+        return f"{self.steps} {self.schedule:08x} {self.history:08x}"
+
+
+class World:
+    """
+    Args:
+        to_first_violation: stop there: what follows may go in circles.
+    """
+
+    def __init__(self, plan: Plan, steps: Steps, *, to_first_violation: bool = False) -> None:
+        self.plan = plan
+        self._to_first_violation = to_first_violation
+        self.history = History()
+        self.journal = Journal()
+        self.engine = Engine()
+        self._steps = steps
+        self._rng = random.Random(f"world {plan.seed}")
+        self._faults = list(plan.faults)
+        self._armed_at: int | None = None
+        self._todo: list[str] = []
+        self._something_to_do = trio.Event()
+        self._finished = trio.Event()
+        self._recovering = False
+        self._restarts = 0
+        self.trainer: Trainer | None = None
+        self.virtual_s = 0.0
+
+    # -- the run ------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        clock = FollowingClock()
+        self.oracles = Oracles(self.history, self.engine, clock, lossy=self.plan.network.data)
+        self.oracles.keeps_lineage = self.keeps_lineage
+        self.history.listen(self._observe)
+        self._steps.hook = self._before_step
+        # Without it a server that everything waits for would show as a hang of the test.
+        with trio.move_on_after(BUDGET_S) as budget:
+            async with trio.open_nursery() as nursery:
+                self._build(nursery, clock)
+                await self._start_engine()
+                await self._start_servers(recover=False)
+                self._next_fault()
+                self._observe("start")
+                await self._start_trainer()
+                nursery.start_soon(self._supervise, name="supervisor")
+                if self._to_first_violation:
+                    nursery.start_soon(self._end_at_violation, name="end at violation")
+                await self._finished.wait()
+                self._faults.clear()
+                self._armed_at = None
+                if not (self._to_first_violation and self.oracles.violations):
+                    await self._audit()
+                self._kill_everything()
+                for process in self.processes.all():
+                    await process.bury()
+                nursery.cancel_scope.cancel()
+        self.virtual_s = trio.current_time()
+        if budget.cancelled_caught:
+            self.oracles.fail("I29", f"not finished after {BUDGET_S:g} s: {self._stuck()}")
+        self._final_checks()
+
+    async def _end_at_violation(self) -> None:
+        await self.oracles.failed.wait()
+        self._finished.set()
+
+    def _build(self, nursery: trio.Nursery, clock: FollowingClock) -> None:
+        seed = self.plan.seed
+        self.processes = Processes(nursery)
+        network = SimulatedNetwork(
+            nursery, random.Random(f"network {seed}"), self.plan.network, self.oracles
+        )
+        self.oracles.watch_replies(self._replies_in_flight)
+        machine = Machine(
+            random.Random(f"disk {seed}"),
+            fault=self.plan.disk,
+            slow_s=self.plan.slow_disk_s,
+            power_failed=lambda: self._crash_all(power=True),
+        )
+        self.oracles.disk_wait_s = max(machine.waits_s)
+        self.around = Surroundings(
+            seed=seed,
+            wall_clock=clock,
+            network=network,
+            machine=machine,
+            shelf=TokenShelf(random.Random(f"tokens {seed}")),
+        )
+        self.checkpoints = Checkpoints(machine, self.around.shelf, self.oracles)
+
+    def _stuck(self) -> str:
+        return "; ".join(self.history.lines[-6:])[:600]
+
+    # -- processes ----------------------------------------------------------------------------
+
+    async def _start_engine(self) -> None:
+        async def main(process: Process) -> None:
+            store = TokenPort(self.around.shelf, process)
+            await serve(process, engine_app(self.engine, store), self.around, recover=False)
+
+        await self.processes.start("engine", main)
+
+    async def _start_server(self, name: str, *, recover: bool) -> None:
+        async def main(process: Process) -> None:
+            try:
+                await serve(process, app_of(process, self.around), self.around, recover=recover)
+            except* (HostError, SettingsError) as group:
+                # A disk that fails may keep a server from starting; then it is started again.
+                process.check()
+                self.history.note("not started", f"{process} {group.exceptions[0]}")
+                self.history.sometimes["a server could not start"] += 1
+                self._ask(name)
+
+        process = await self.processes.start(name, main)
+        self.oracles.started(process, recover=recover)
+        self.history.note("server started", process)
+
+    async def _start_servers(self, *, recover: bool) -> None:
+        for name in PARTICIPANTS:
+            await self._start_server(name, recover=recover)
+
+    async def _start_trainer(self) -> None:
+        async def main(process: Process) -> None:
+            self.trainer = trainer = Trainer(
+                process,
+                self.around,
+                self.journal,
+                self.history,
+                rollouts=self.plan.rollouts,
+                checkpoint_at_s=self.plan.checkpoint_at_s,
+            )
+            trainer.on_publish = self._published
+            trainer.on_restore = self.oracles.restored
+            try:
+                await trainer.run()
+            except RestartNeeded as error:
+                self.history.note("restart needed", error)
+                self._crash_all(power=False)
+                return
+            self._finished.set()
+
+        await self.processes.start(TRAINING, main)
+
+    def _published(self, publication: Any, nonce: str) -> None:
+        self.oracles.published(publication, nonce)
+        self.checkpoints.published(publication)
+        self.history.sometimes["published"] += 1
+        # New weights: what is generated from here on is of a newer policy.
+        self.engine.policy_version += 1
+
+    def _kill_everything(self) -> None:
+        for process in self.processes.all():
+            process.kill()
+
+    # -- faults -------------------------------------------------------------------------------
+
+    def _next_fault(self) -> None:
+        self._armed_at = None
+        self._waiting = self._faults.pop(0) if self._faults else None
+
+    def _observe(self, event: str) -> None:
+        waiting = self._waiting
+        if waiting is not None and self._armed_at is None and event == waiting.after:
+            self._armed_at = self._steps.count + waiting.steps
+        if event in ("restored all", "started afresh"):
+            self._recovering = False
+        if event == "started afresh":
+            self.oracles.started_afresh()
+
+    _waiting: Fault | None = None
+    keeps_lineage = False
+
+    def _before_step(self, number: int) -> None:
+        """Between two task steps: any await point of any task."""
+        if self._armed_at is None or number < self._armed_at:
+            return
+        assert self._waiting is not None
+        what = self._waiting.what
+        self._next_fault()
+        if self._finished.is_set():
+            return
+        self.history.note("fault", what)
+        self.history.sometimes[f"fault: {what}"] += 1
+        if what in ("all", "power"):
+            self._crash_all(power=what == "power")
+        elif what in (*PARTICIPANTS, TRAINING):
+            self._crash(what)
+        elif what == "stop trainer":
+            trainer = self.processes.get(TRAINING)
+            if trainer is not None:
+                trainer.stopped_until = trio.current_time() + STOPPED_S
+        else:
+            self._ask(what)
+
+    def _ask(self, what: str) -> None:
+        self._todo.append(what)
+        self._something_to_do.set()
+
+    def _crash(self, name: str) -> None:
+        if self.processes.kill(name) is not None:
+            self.history.note("killed", name)
+            self._ask(name)
+
+    def _crash_all(self, *, power: bool) -> None:
+        self._restarts += 1
+        if self._restarts > RESTARTS_MAX:
+            self.oracles.fail("I29", f"{RESTARTS_MAX} restarts, and no end")
+            self._finished.set()
+        if self._recovering:
+            self.history.sometimes["a crash before the restore was over"] += 1
+        elif self.oracles.lineage.restored_cuts:
+            self.history.sometimes["a crash while a restored cut was not delivered"] += 1
+        self._recovering = True
+        for name in (TRAINING, "trainer2", *PARTICIPANTS):
+            self.processes.kill(name)
+        self.history.note("killed", "all")
+        self._ask("power" if power else "all")
+
+    async def _supervise(self) -> None:
+        while True:
+            await self._something_to_do.wait()
+            self._something_to_do = trio.Event()
+            await trio.sleep(0.05 + self._rng.randrange(5) * 0.1)
+            # One restart of everything covers what died alone meanwhile.
+            while self._todo:
+                todo, self._todo = self._todo, []
+                await self._perform(todo)
+
+    async def _perform(self, todo: list[str]) -> None:
+        if "all" in todo or "power" in todo:
+            for name in (TRAINING, "trainer2", *PARTICIPANTS):
+                self.processes.kill(name)
+            for process in self.processes.all():
+                if process.name != "engine" and not process.alive:
+                    await process.bury()
+            if "power" in todo:
+                self.around.machine.lose_power()
+            self.checkpoints.after_crash(power="power" in todo)
+            await self._start_servers(recover=True)
+            await self._start_trainer()
+        for what in dict.fromkeys(todo):
+            if what == TRAINING and self.processes.get(TRAINING) is None:
+                await trio.sleep(self._rng.choice((0.0, 0.0, 20.0)))
+                if not self._todo and self.processes.get(TRAINING) is None:
+                    await self._start_trainer()
+            elif what in PARTICIPANTS and self.processes.get(what) is None:
+                await self._start_server(what, recover=self._recovering)
+            elif what == "second controller":
+                await self.processes.start("trainer2", self._second_controller)
+            elif what == "stale client":
+                await self.processes.start("stale", self._stale_client)
+
+    # -- others that disturb ------------------------------------------------------------------
+
+    async def _second_controller(self, process: Process) -> None:
+        """One that believes the job is its own: the same ids, the same directories."""
+        deployment = make_deployment(recover=False)
+        client = ServerClient(
+            DeploymentDirectory(deployment), self.around.network.port(process), deployment.client
+        )
+        rng = random.Random(f"second {self.plan.seed} {process}")
+        channel = HttpControlChannel(client, Secret(CONTROL_TOKEN))
+        for turn in range(3):
+            name = f"c{max(1, self.journal.checkpoints_begun - rng.randrange(2))}"
+            if rng.random() < 0.3:
+                name = f"other-{turn}"
+            try:
+                async with open_coordination(
+                    list(PARTICIPANTS),
+                    channel,
+                    wall_clock=self.around.wall_clock,
+                    randomness=self.around.randomness(process),
+                ) as controller:
+                    async with controller.checkpoint(
+                        CheckpointId(name), name, timeout_s=CHECKPOINT_TIMEOUT_S
+                    ):
+                        self.history.sometimes["a second controller held"] += 1
+            except (CoordinationError, GymtrioError) as error:
+                self.history.note("second controller", error)
+                self.history.sometimes["a second controller was refused"] += 1
+            await trio.sleep(rng.randrange(8) * 0.05)
+
+    async def _stale_client(self, process: Process) -> None:
+        """One that outlived a crash and sends again what superseded attempts had sent."""
+        rng = random.Random(f"stale {self.plan.seed} {process}")
+        port = self.around.network.port(process)
+        for _ in range(10):
+            await trio.sleep(rng.randrange(12) * 0.05)
+            old = [e for e in self.around.network.exchanges if self._is_superseded(e)]
+            if not old:
+                continue
+            again = rng.choice(old[-40:])
+            self.history.sometimes["a stale request"] += 1
+            try:
+                with trio.move_on_after(3):
+                    origin = peer_of_url(f"http://{again.target.name}").origin
+                    async with port.exchange(origin, again.outgoing, Lane.DATA):
+                        pass
+            except TransportError:
+                pass
+
+    def _is_superseded(self, exchange: Exchange) -> bool:
+        if exchange.key is None or exchange.operation is not None or exchange.duplicate:
+            return False
+        if exchange.target.name not in PARTICIPANTS:
+            return False
+        episode_id = parse_capture_key(exchange.key)
+        current = self.journal.attempts.get(episode_id.rollout_id, 0)
+        # While everything is down or waits to be restored, all that ever ran is of the past.
+        return episode_id.attempt < current or self._recovering
+
+    def _replies_in_flight(self) -> set[str]:
+        """Episodes whose `/run` was answered, to somebody who has not heard of it."""
+        return {
+            str(e.key)
+            for e in self.around.network.exchanges
+            if e.path == "/run" and e.replied_at is not None and not e.received
+        }
+
+    # -- the end ------------------------------------------------------------------------------
+
+    async def _audit(self) -> None:
+        """Wait until every lease is over, and ask the servers what is left."""
+        for name in ("trainer2", "stale"):
+            self.processes.kill(name)
+        await trio.sleep(LEASE_GRACE_S + CHECKPOINT_TIMEOUT_S + 35.0)
+
+        async def main(process: Process) -> None:
+            deployment = make_deployment(recover=False)
+            port = self.around.network.port(process)
+            client = ServerClient(DeploymentDirectory(deployment), port, deployment.client)
+            async with open_coordination(
+                list(PARTICIPANTS),
+                HttpControlChannel(client, Secret(CONTROL_TOKEN)),
+                wall_clock=self.around.wall_clock,
+                randomness=self.around.randomness(process),
+            ) as controller:
+                for server, status in (await controller.status()).items():
+                    self.oracles.idle(server, status)
+
+        auditor = await self.processes.start("auditor", main)
+        await auditor.ended.wait()
+        self.oracles.unanswered()
+        continued = sum(extension.continuation is not None for extension, _ in self.engine.begun)
+        self.history.sometimes["a cut was continued"] += continued
+
+    def _final_checks(self) -> None:
+        for name, error in self.processes.died():
+            self.oracles.fail("panic", f"{name}: {error!r}")
+        for number in range(self.plan.rollouts):
+            rollout = RolloutId(f"r{number}")
+            result = self.journal.results.get(rollout)
+            if result is None:
+                self.oracles.fail("I7", f"{rollout} never finished")
+                continue
+            self.oracles.result(rollout, result, task_of(rollout))
+        self.oracles.tokens(self.around.shelf.records)
+        self.checkpoints.at_end(undisturbed=not self.plan.faults and self.plan.disk is None)
+
+
+def run(plan: Plan, *, world: type[World] = World, to_first_violation: bool = False) -> Outcome:
+    """Run a plan."""
+    gc.collect()
+    steps = Steps()
+    made = world(plan, steps, to_first_violation=to_first_violation)
+    level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        run_seeded(plan.seed, made.run, steps)
+    finally:
+        logging.disable(level)
+    return Outcome(
+        violations=made.oracles.violations,
+        steps=steps.count,
+        schedule=steps.checksum,
+        history=made.history.checksum(),
+        lines=made.history.lines,
+        sometimes=made.history.sometimes,
+        virtual_s=made.virtual_s,
+        results=made.journal.results,
+    )

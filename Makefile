@@ -6,6 +6,8 @@
 #   make lint      ruff, mypy --strict, import layers
 #   make format    rewrite the sources as `make lint` wants them
 #   make bench     what a checkpoint costs, beside its floors (ARGS="--quick --check")
+#   make simulate  the real servers under simulated faults    (SEEDS=2000)
+#   make spin      the model of the protocol, every state; needs spin and gcc
 #   make nightly   the property tests with 100,000 examples each: hours
 #   make lock      pin what the registry has now for this Python
 #   make clean     remove the environment and every cache
@@ -34,7 +36,7 @@ ENVIRONMENT := $(VENV)/.environment-$(VERSION)
 DEMO_INSTALLED := $(VENV)/.demo-$(VERSION)
 DEV_INSTALLED := $(VENV)/.dev-$(VERSION)
 
-.PHONY: test demo lint format bench nightly lock clean python
+.PHONY: test demo lint format bench simulate spin nightly lock clean python
 
 test: lint
 	$(BIN)/python -m pytest --cov --cov-report=term $(PYTEST_ARGS)
@@ -54,6 +56,12 @@ format: $(DEV_INSTALLED)
 
 bench: $(DEMO_INSTALLED)
 	$(BIN)/python -m bench.checkpoint $(or $(ARGS),--quick)
+
+simulate: $(DEV_INSTALLED)
+	GYMTRIO_SIM_SEEDS=$(or $(SEEDS),2000) $(BIN)/python -m pytest tests/simulation --timeout=0 $(PYTEST_ARGS)
+
+spin: $(DEV_INSTALLED)
+	GYMTRIO_SPIN=1 $(BIN)/python -m pytest tests/simulation/spin $(PYTEST_ARGS)
 
 nightly: $(DEV_INSTALLED)
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m hypothesis --timeout=0 $(PYTEST_ARGS)

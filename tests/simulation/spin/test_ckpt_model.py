@@ -14,10 +14,16 @@ from typing import Final
 import pytest
 
 MODEL: Final = Path(__file__).with_name("ckpt.pml")
-pytestmark = pytest.mark.skipif(
-    not (shutil.which("spin") and shutil.which("gcc")),
-    reason="the model checker needs spin and gcc: apt-get install spin gcc",
-)
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(
+        not (shutil.which("spin") and shutil.which("gcc")),
+        reason="the model checker needs spin and gcc: apt-get install spin gcc",
+    ),
+    pytest.mark.skipif(
+        not os.environ.get("GYMTRIO_SPIN"), reason="minutes: GYMTRIO_SPIN=1, or make spin, runs it"
+    ),
+]
 
 
 def check(folder: Path, *options: str) -> str:
@@ -40,7 +46,6 @@ def test_no_interleaving_of_a_recovery_breaks_a_property(tmp_path: Path) -> None
     assert "Search not completed" not in said, said
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.skipif(
     not os.environ.get("GYMTRIO_SPIN_WHOLE"),
     reason="minutes and gigabytes: GYMTRIO_SPIN_WHOLE=1 runs it",

@@ -11,6 +11,7 @@ With checkpointing off there is no participant, and nothing is kept but what the
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
@@ -107,7 +108,7 @@ class SessionStates(dict[SessionId, S], Generic[S]):
         raise NotFound(f"session {session_id!r} is not known here")
 
 
-class SessionServer(ResourcesServer, Generic[S]):
+class SessionServer(ResourcesServer, ABC, Generic[S]):
     """A server that keeps one object per session in memory, and exports it.
 
     An author writes `begin`, tools, `verify` and, unless the objects are JSON, `dump_state` and
@@ -119,13 +120,13 @@ class SessionServer(ResourcesServer, Generic[S]):
     def __init__(self) -> None:
         self.states: SessionStates[S] = SessionStates()
 
+    @abstractmethod
     async def begin(self, task_data: Mapping[str, object]) -> S:
         """Make the state of a new session.
 
         Raises:
             InvalidRequest: the task lacks something.
         """
-        raise NotImplementedError
 
     def dump_state(self, state: S) -> object:
         """The state as JSON, exactly."""

@@ -222,7 +222,9 @@ class Episode:
     def _enter(self, state: EpisodeState, doing: str) -> None:
         before = self.blocks
         self.state = state
-        self._owner.recount(before, self.blocks)
+        after = self.blocks
+        if before is not after:
+            self._owner.recount(before, after)
         self.since = trio.current_time()
         self.doing = doing
         if state is EpisodeState.REPLAY_STEP and self._owner.admission.closed:

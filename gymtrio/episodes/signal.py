@@ -17,7 +17,9 @@ class Signal:
 
     def notify(self) -> None:
         """Wake everyone who waits now."""
-        self._lot.unpark_all()
+        # Thousands ring it in a row, and mostly nobody waits.
+        if self._lot:
+            self._lot.unpark_all()
 
     async def wait(self) -> None:
         """Wait for the next `notify`. Cancelled: nothing is held."""

@@ -33,9 +33,8 @@ from gymtrio.serving.lifespan import StartFailed, open_lifespan
 BACKLOG: Final = 4096
 """Connections that wait while the loop is busy; the kernel's own limit on Linux."""
 
-GC_THRESHOLDS: Final = (5_000, 4, 10_000)
-"""A full collection over thousands of parked requests stops the loop for seconds: make it rare. One of
-young objects stops it for as long as what was made since the last one: make it small."""
+GC_THRESHOLDS: Final = (100_000, 20, 100)
+"""A full collection over thousands of parked requests stops the loop for seconds: make it rare."""
 
 _PR_SET_PDEATHSIG: Final = 1
 

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
+from gymtrio.participants.environment import EnvironmentRecord
 from tests.simulation.disk import ROOT, Machine
+from tests.simulation.lineage import records_of
 from tests.simulation.tokens import TokenShelf
 
 if TYPE_CHECKING:
@@ -50,6 +52,17 @@ class Checkpoints:
             self.acknowledged[directory] = {name: files.get(name, b"") for name in sorted(named)}
         self.oracles.lineage.published(
             publication, tree.get(f"{ROOT}/{publication.checkpoint_id}/gym/model/policy", {})
+        )
+        episodes = records_of(
+            EnvironmentRecord,
+            "environment",
+            "env",
+            publication.checkpoint_id,
+            tree.get(f"{ROOT}/{publication.checkpoint_id}/gym/environment/env", {}),
+        )
+        # A replay step that failed while the checkpoint was open: they begin anew (STEP-4).
+        self.oracles.start_over(
+            publication, {key for key, record in episodes.items() if record.boundary is None}
         )
         keys = publication.commits["policy"].extra["staging_keys"]
         missing = [key for key in keys if key not in self.shelf.records]

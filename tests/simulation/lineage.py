@@ -7,7 +7,7 @@ I16, I25's stamp, I28.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import attrs
 
@@ -55,7 +55,7 @@ class Lineage:
         return None
 
     def published(self, publication: Any, files: dict[str, bytes]) -> None:
-        records = _records(publication.checkpoint_id, files)
+        records = records_of(PolicyRecord, "model", "policy", publication.checkpoint_id, files)
         self.of_checkpoint[publication.checkpoint_id] = records
         fail = self.oracles.fail
         for episode_id in publication.scope:
@@ -126,11 +126,15 @@ class Lineage:
                 self.oracles.fail("I25", f"{record.staging_key}: {what}")
 
 
-def _records(
-    checkpoint_id: CheckpointId, files: dict[str, bytes]
-) -> dict[CaptureKey, PolicyRecord]:
-    identity = Identity(kind="model", instance="policy", checkpoint_id=checkpoint_id)
-    found: dict[CaptureKey, PolicyRecord] = {}
+R = TypeVar("R")
+
+
+def records_of(
+    cls: type[R], kind: str, instance: str, checkpoint_id: CheckpointId, files: dict[str, bytes]
+) -> dict[CaptureKey, R]:
+    """Read one participant's records out of its files."""
+    identity = Identity(kind=kind, instance=instance, checkpoint_id=checkpoint_id)
+    found: dict[CaptureKey, R] = {}
     for name, data in files.items():
         if name.endswith(PART):
             decoder = PartDecoder(identity, scope=None, where=name)
@@ -138,5 +142,5 @@ def _records(
             while decoder.advance():
                 pass
             for key, record in decoder.records.items():
-                found[key] = unpack(PolicyRecord, record.payload)
+                found[key] = unpack(cls, record.payload)
     return found

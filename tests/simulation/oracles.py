@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, Final
 
 import attrs
@@ -366,6 +366,17 @@ class Oracles:
                 done = heard | self._done_before.get(key, set())
                 begun = key in self._activated or key in self._seeded_before
                 noted[episode_id.rollout_id] = (episode_id.next_attempt().capture_key, done, begun)
+
+    def start_over(self, publication: Any, keys: Set[str]) -> None:
+        """These episodes are in the checkpoint without a boundary: all of it may be done again."""
+        noted = self._of_checkpoint.get(publication.checkpoint_id, {})
+        for episode_id in publication.scope:
+            if episode_id.capture_key in keys and episode_id.rollout_id in noted:
+                noted[episode_id.rollout_id] = (
+                    episode_id.next_attempt().capture_key,
+                    set(),
+                    False,
+                )
 
     def restored(self, publication: Any) -> None:
         """The controller has restored this checkpoint: attempts after it begin anew."""

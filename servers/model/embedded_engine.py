@@ -21,6 +21,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import attrs
 
 from gymtrio.capture.cuts import EngineDescription
+from gymtrio.capture.rounds import Cutter
 from gymtrio.capture.tokens import TokenStore
 from gymtrio.serving.app import ServerApp
 from gymtrio.serving.host import Service, ServiceHost
@@ -31,7 +32,6 @@ from servers.model.embedded.settings import EngineSettings
 from servers.model.engine_api.prompts import Prompting
 from servers.model.engine_native.backend import NativeBackend
 from servers.model.engine_native.control_routes import engine_control
-from servers.model.engine_native.cuts import Cutter
 from servers.model.engine_routes import EngineService
 
 
@@ -94,10 +94,10 @@ async def open_embedded_engine(
             yield Service(routes=served.routes())
             return
         cutter = Cutter(
-            engine,
-            native.live_calls,
+            native.capture,
             store,
-            description=description,
+            observe=native.observe,
+            engine_digest=description.digest,
             randomness=host.randomness,
         )
         blueprint = engine_control(

@@ -148,16 +148,16 @@ class EngineService:
         """Serve a call of a rollout, which can be cut until its reply was handed over."""
         if call.choices != 1 or call.stream:
             raise InvalidRequest(f"n, stream: a call with {EXTENSION_KEY!r} has one whole reply")
-        live = self._native.enter(extension, wanted)
+        live = await self._native.begin(extension, wanted)
         answer: Response | None = None
         try:
             result = await self._native.generate(live, wanted, seeded=call.seeded)
             reply = _reply(call, self._envelope(), wanted.prompt_ids, [result])
-            self._native.add_evidence(reply, call.route, live)
-            answer = json_response(reply, on_done=lambda _: self._native.leave(live))
+            self._native.add_evidence(reply, call.route, live, result)
+            answer = json_response(reply, on_done=lambda _: self._native.end(live))
         finally:
             if answer is None:
-                self._native.leave(live)
+                self._native.end(live)
         return answer
 
     def _envelope(self) -> Envelope:

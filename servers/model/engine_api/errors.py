@@ -11,12 +11,6 @@ from gymtrio.serving.http import Answer, Handler, Request, Response, json_respon
 RETRY_AFTER_S: Final = 1
 
 
-class CallConflict(Refusal):
-    """The id of a call names one that lives."""
-
-    status, code = 409, "call_conflict"
-
-
 def error_object(refusal: Refusal) -> dict[str, object]:
     """The `error` of a reply or of a stream: `message` and `type` as OpenAI has them, `detail` ours."""
     return {

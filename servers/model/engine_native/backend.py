@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import attrs
 
-from gymtrio.capture.cuts import (
-    CallExtension,
-    ContinuationRefused,
-    EngineDescription,
-    ReplyExtension,
-    TerminalReason,
-)
+from gymtrio.capture.cuts import CallExtension, EngineDescription, TerminalReason
 from gymtrio.capture.replies import CallTokens, Route, put_extension, write_tokens
 from gymtrio.capture.tokens import TokenStore
+from gymtrio.capture.worker import CapturedCall, Progress, TokenCapture
 from servers.model.embedded.engine import Engine
 from servers.model.embedded.generation import Generated, GenerationRequest
-from servers.model.engine_native.continuations import continued, read_prefix, seed_of
-from servers.model.engine_native.live_calls import LiveCall, LiveCalls
+from servers.model.engine_native.continuations import continued, seed_of
 
 
 class NativeBackend:
@@ -28,25 +22,35 @@ class NativeBackend:
     def __init__(
         self, engine: Engine, *, description: EngineDescription, store: TokenStore | None
     ) -> None:
-        self.live_calls = LiveCalls()
+        self.capture = TokenCapture(
+            store,
+            engine_digest=description.digest,
+            policy_version=lambda: description.policy_version,
+            records_max=engine.context_tokens,
+        )
         self._engine = engine
         self._description = description
-        self._store = store
 
-    def enter(self, extension: CallExtension, wanted: GenerationRequest) -> LiveCall:
-        """Begin a call; from now on it can be cut, until `leave`.
+    async def begin(self, extension: CallExtension, wanted: GenerationRequest) -> CapturedCall:
+        """Begin a call; from now on it can be cut, until `end`.
 
         Raises:
             CallConflict: a call of this id lives.
+            ContinuationRefused: see `TokenCapture.begin_call`.
         """
-        return self.live_calls.enter(extension, wanted.prompt_ids, self._description.policy_version)
+        return await self.capture.begin_call(extension, prompt_token_ids=wanted.prompt_ids)
 
-    def leave(self, call: LiveCall) -> None:
+    def end(self, call: CapturedCall) -> None:
         """Forget a call: its reply is handed over, or its caller has left."""
-        self.live_calls.leave(call)
+        self.capture.end_call(call)
+
+    def observe(self, call: CapturedCall) -> Progress | None:
+        """See `gymtrio.capture.rounds.Cutter`."""
+        generated = self._engine.snapshot(_engine_id(call))
+        return None if generated is None else self._progress(generated)
 
     async def generate(
-        self, call: LiveCall, wanted: GenerationRequest, *, seeded: bool
+        self, call: CapturedCall, wanted: GenerationRequest, *, seeded: bool
     ) -> Generated:
         """Generate the whole, or what its continuation has left.
 
@@ -59,58 +63,46 @@ class NativeBackend:
 
         Cancelled: its slot is free from the next step on.
         """
-        first_call_id = call.extension.model_call_id
-        if call.extension.continuation is not None:
-            wanted, first_call_id = await self._continue(call, wanted)
-        if not seeded:
-            seed = seed_of(first_call_id)
-            wanted = attrs.evolve(wanted, sampling=attrs.evolve(wanted.sampling, seed=seed))
-        call.result = await self._engine.generate(call.engine_id, wanted)
-        return call.result
-
-    async def _continue(
-        self, call: LiveCall, wanted: GenerationRequest
-    ) -> tuple[GenerationRequest, str]:
-        """What is left to generate, and the id of the call that began it."""
         continuation = call.extension.continuation
-        assert continuation is not None
-        if self._store is None:
-            raise ContinuationRefused("this engine has no control token, so it keeps no tokens")
-        restored = await read_prefix(
-            continuation,
-            store=self._store,
-            prompt_ids=call.prompt_ids,
-            description=self._description,
-            context_tokens=self._engine.context_tokens,
-        )
-        wanted = continued(
-            wanted,
-            restored.prefix,
-            continuation,
-            vocabulary=self._engine.vocabulary,
-            context_tokens=self._engine.context_tokens,
-        )
-        call.continue_from(restored.prefix)
-        return wanted, restored.first_call_id
+        if call.prefix is not None:
+            assert continuation is not None
+            wanted = continued(
+                wanted,
+                call.prefix,
+                continuation,
+                vocabulary=self._engine.vocabulary,
+                context_tokens=self._engine.context_tokens,
+            )
+        if not seeded:
+            seed = seed_of(call.first_call_id)
+            wanted = attrs.evolve(wanted, sampling=attrs.evolve(wanted.sampling, seed=seed))
+        return await self._engine.generate(_engine_id(call), wanted)
 
-    def add_evidence(self, reply: dict[str, object], route: Route, call: LiveCall) -> None:
+    def add_evidence(
+        self, reply: dict[str, object], route: Route, call: CapturedCall, result: Generated
+    ) -> None:
         """Put the tokens and the extension of a call that has ended into its reply."""
-        result = call.result
-        assert result is not None
-        assert result.finish_reason is not None
+        extension = self.capture.complete_call(call, self._progress(result))
         tokens = CallTokens(
-            prompt_token_ids=call.prompt_ids,
+            prompt_token_ids=call.prompt_token_ids,
             token_ids=result.token_ids,
             log_probs=result.logprobs,
         )
         write_tokens(route, reply, tokens)
-        extension = ReplyExtension(
-            model_call_id=call.extension.model_call_id,
-            policy_version=call.policy_version,
-            engine_digest=self._description.digest,
-            finish_reason=TerminalReason(result.finish_reason),
-            stop_reason=result.stop,
-            effective_output_limit=result.output_limit_tokens,
-            continued_token_count=call.continued_tokens,
-        )
         put_extension(reply, extension)
+
+    def _progress(self, generated: Generated) -> Progress:
+        reason = generated.finish_reason
+        return Progress(
+            token_ids=generated.token_ids,
+            log_probs=generated.logprobs,
+            effective_output_limit=generated.output_limit_tokens,
+            policy_version=self._description.policy_version,
+            finish_reason=None if reason is None else TerminalReason(reason),
+            stop_reason=generated.stop,
+        )
+
+
+def _engine_id(call: CapturedCall) -> str:
+    """What the engine knows a call by; ids that clients choose meet no others there."""
+    return f"native/{call.extension.model_call_id}"

@@ -8,14 +8,12 @@ stands in the first record of every prefix of the generation, however often it w
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 
 import attrs
 
-from gymtrio.capture.cuts import Continuation, ContinuationRefused, EngineDescription
-from gymtrio.capture.prefixes import Prefix, check_continuation, join_prefix
-from gymtrio.capture.tokens import TokensDamaged, TokensMissing, TokenStore, TokenStoreFailed
-from gymtrio.errors import InvalidRequest, InvalidRolloutId
+from gymtrio.capture.cuts import Continuation, ContinuationRefused
+from gymtrio.capture.prefixes import Prefix
+from gymtrio.errors import InvalidRequest
 from servers.model.embedded.generation import Generation, GenerationRequest
 from servers.model.embedded.vocabulary import Vocabulary
 
@@ -23,44 +21,6 @@ from servers.model.embedded.vocabulary import Vocabulary
 def seed_of(text: str) -> int:
     """An unsigned 64-bit seed: the same for the same text, on every machine, for ever."""
     return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big")
-
-
-@attrs.frozen(kw_only=True)
-class RestoredPrefix:
-    prefix: Prefix
-    first_call_id: str
-    """Of the call that began the generation."""
-
-
-async def read_prefix(
-    continuation: Continuation,
-    *,
-    store: TokenStore,
-    prompt_ids: Sequence[int],
-    description: EngineDescription,
-    context_tokens: int,
-) -> RestoredPrefix:
-    """Read what a continuation names.
-
-    Raises:
-        ContinuationRefused: it is missing, damaged, or not what it was said to be.
-    """
-    check_continuation(
-        continuation,
-        engine_digest=description.digest,
-        policy_version=description.policy_version,
-    )
-    if len(continuation.staging_keys) > context_tokens:
-        raise ContinuationRefused(f"{len(continuation.staging_keys)} records are beyond any call")
-    try:
-        records = [await store.get(key) for key in continuation.staging_keys]
-    except (TokensMissing, TokensDamaged, TokenStoreFailed) as error:
-        raise ContinuationRefused(str(error)) from error
-    try:
-        prefix = join_prefix(continuation, records, prompt_ids)
-    except InvalidRolloutId as error:
-        raise ContinuationRefused(error.detail) from None
-    return RestoredPrefix(prefix=prefix, first_call_id=records[0].model_call_id)
 
 
 def continued(

@@ -34,6 +34,7 @@ from gymtrio.capture.cuts import (
 from gymtrio.capture.log_store import open_log_store
 from gymtrio.capture.prefixes import make_chunk
 from gymtrio.capture.replies import CallTokens, Route, read_tokens, take_extension
+from gymtrio.capture.rounds import NO_SUCH_CALL
 from gymtrio.capture.tokens import TokenRecord
 from gymtrio.ids import CaptureKey, CheckpointId
 from gymtrio.ports import HostRandomness
@@ -41,7 +42,6 @@ from gymtrio.serving.client import Reply, ServerClient
 from gymtrio.serving.deployment import Deployment, DeploymentDirectory
 from gymtrio.serving.inprocess import open_network
 from gymtrio.strict import structure, unstructure
-from servers.model.engine_native.cuts import NO_SUCH_CALL
 from tests.helpers.served_engine import (
     SETTINGS,
     TOKEN,

@@ -15,10 +15,10 @@ from gymtrio.capture.cuts import (
     NOTHING_GENERATED,
     ActivePrefix,
     CallExtension,
+    Continuation,
     CutInventory,
     CutKind,
     Disposition,
-    EngineDescription,
     PrefixAcknowledgement,
     TerminalReason,
     continuation_of,
@@ -27,27 +27,23 @@ from gymtrio.capture.cuts import (
 )
 from gymtrio.capture.memory_store import MemoryTokenStore
 from gymtrio.capture.prefixes import Prefix, join_prefix
+from gymtrio.capture.rounds import NO_SUCH_CALL, Cutter
 from gymtrio.capture.tokens import TokenRecord, TokenStore, TokenStoreFailed
+from gymtrio.capture.worker import CapturedCall, Progress, TokenCapture
 from gymtrio.errors import InvalidRequest
 from gymtrio.ids import CheckpointId
 from gymtrio.ports import HostRandomness
-from servers.model.embedded.generation import Generated
-from servers.model.engine_native.cuts import NO_SUCH_CALL, Cutter
-from servers.model.engine_native.live_calls import LiveCall, LiveCalls
 
 PROMPT = (7, 8, 9)
-ENGINE = EngineDescription(model="m", policy_version=4, fingerprint={}, digest="build")
 
 
-def generated(count: int, **ended: Any) -> Generated:
-    known: dict[str, Any] = {"finish_reason": None, "stop": None}
-    return Generated(
+def generated(count: int, **ended: Any) -> Progress:
+    return Progress(
         token_ids=tuple(range(100, 100 + count)),
-        logprobs=tuple(-i / 8 for i in range(count)),
-        text="",
-        output_limit_tokens=50,
-        cached_prompt_tokens=0,
-        **known | ended,
+        log_probs=tuple(-i / 8 for i in range(count)),
+        effective_output_limit=50,
+        policy_version=4,
+        **ended,
     )
 
 
@@ -69,21 +65,28 @@ class Bench:
 
     def __init__(self, store: TokenStore) -> None:
         self.store = store
-        self.calls = LiveCalls()
-        self.progress: dict[str, Generated] = {}
+        self.capture = TokenCapture(
+            store, engine_digest="build", policy_version=lambda: 4, records_max=100
+        )
+        self.progress: dict[str, Progress] = {}
         self.cutter = Cutter(
-            self, self.calls, store, description=ENGINE, randomness=HostRandomness()
+            self.capture,
+            store,
+            observe=lambda call: self.progress.get(call.extension.model_call_id),
+            engine_digest="build",
+            randomness=HostRandomness(),
         )
 
-    def snapshot(self, call_id: str) -> Generated | None:
-        return self.progress.get(call_id)
+    async def begin(
+        self, call_id: str, rollout_id: str = "r", continuation: Continuation | None = None
+    ) -> CapturedCall:
+        extension = CallExtension(
+            model_call_id=call_id, rollout_id=rollout_id, attempt=0, continuation=continuation
+        )
+        return await self.capture.begin_call(extension, prompt_token_ids=PROMPT)
 
-    def enter(self, call_id: str, rollout_id: str = "r") -> LiveCall:
-        extension = CallExtension(model_call_id=call_id, rollout_id=rollout_id, attempt=0)
-        return self.calls.enter(extension, PROMPT, ENGINE.policy_version)
-
-    def reach(self, call: LiveCall, count: int) -> None:
-        self.progress[call.engine_id] = generated(count)
+    def reach(self, call: CapturedCall, count: int) -> None:
+        self.progress[call.extension.model_call_id] = generated(count)
 
     async def cut(self, *asked: ActivePrefix) -> list[PrefixAcknowledgement]:
         inventory = take_inventory(CheckpointId("c"), "policy", asked)
@@ -109,7 +112,7 @@ def asking(call_id: str, *, ticket: int = 1, rollout_id: str = "r") -> ActivePre
 async def test_a_prefix_is_durable_with_all_its_evidence() -> None:
     """CUT-1"""
     bench = Bench(MemoryTokenStore())
-    bench.reach(bench.enter("a"), 5)
+    bench.reach(await bench.begin("a"), 5)
     (entry,) = await bench.cut(asking("a"))
     assert entry.disposition is Disposition.DURABLE_PREFIX
     assert entry.cut_kind is CutKind.ACTIVE_PREFIX
@@ -118,13 +121,13 @@ async def test_a_prefix_is_durable_with_all_its_evidence() -> None:
     assert entry.effective_output_limit == 50
     prefix = await bench.read(entry)
     assert prefix.token_ids == generated(5).token_ids
-    assert prefix.log_probs == generated(5).logprobs
+    assert prefix.log_probs == generated(5).log_probs
 
 
 async def test_what_has_no_prefix_is_a_failure_with_its_reason() -> None:
     bench = Bench(MemoryTokenStore())
-    bench.enter("silent")
-    bench.reach(bench.enter("foreign", "other"), 5)
+    await bench.begin("silent")
+    bench.reach(await bench.begin("foreign", "other"), 5)
     entries = await bench.cut(
         asking("silent"), asking("foreign", ticket=2), asking("unknown", ticket=3)
     )
@@ -136,14 +139,15 @@ async def test_what_has_no_prefix_is_a_failure_with_its_reason() -> None:
 
 async def test_a_call_that_has_ended_is_whole_until_its_reply_is_handed_over() -> None:
     bench = Bench(MemoryTokenStore())
-    call = bench.enter("a")
-    call.result = generated(6, finish_reason="stop", stop="END")
+    call = await bench.begin("a")
+    ended = generated(6, finish_reason=TerminalReason.STOP, stop_reason="END")
+    bench.capture.complete_call(call, ended)
     (entry,) = await bench.cut(asking("a"))
     assert entry.cut_kind is CutKind.TERMINAL_COMPLETION
     assert entry.terminal_finish_reason is TerminalReason.STOP
     assert entry.terminal_stop_reason == "END"
     assert (await bench.read(entry)).token_ids == generated(6).token_ids
-    bench.calls.leave(call)
+    bench.capture.end_call(call)
     (gone,) = await bench.cut(asking("a"))
     assert gone.failure == NO_SUCH_CALL
 
@@ -151,7 +155,7 @@ async def test_a_call_that_has_ended_is_whole_until_its_reply_is_handed_over() -
 async def test_the_same_inventory_again_writes_nothing_anew() -> None:
     store = MemoryTokenStore()
     bench = Bench(store)
-    bench.reach(bench.enter("a"), 5)
+    bench.reach(await bench.begin("a"), 5)
     twice = [await bench.cut(asking("a")) for _ in range(2)]
     assert twice[0] == twice[1]
     assert len(store.keys()) == 1
@@ -160,7 +164,7 @@ async def test_the_same_inventory_again_writes_nothing_anew() -> None:
 async def test_one_call_under_two_tickets_is_staged_once() -> None:
     store = MemoryTokenStore()
     bench = Bench(store)
-    bench.reach(bench.enter("a"), 5)
+    bench.reach(await bench.begin("a"), 5)
     entries = await bench.cut(asking("a"), asking("a", ticket=2))
     assert entries[0].staging_keys == entries[1].staging_keys
     assert len(store.keys()) == 1
@@ -169,26 +173,41 @@ async def test_one_call_under_two_tickets_is_staged_once() -> None:
 async def test_a_continued_call_brings_its_chunks_and_the_oldest_version() -> None:
     """CUT-4, I25"""
     bench = Bench(MemoryTokenStore())
-    bench.reach(bench.enter("a"), 5)
+    bench.progress["a"] = attrs.evolve(generated(5), policy_version=2)
+    await bench.begin("a")
     (first,) = await bench.cut(asking("a"))
-    prefix = attrs.evolve(await bench.read(first), policy_version=2)
-    again = bench.enter("b")
-    again.continue_from(prefix)
+    again = await bench.begin("b", continuation=continuation_of(first))
     bench.reach(again, 5)
     (waiting,) = await bench.cut(asking("b"))
     assert waiting.staging_keys == first.staging_keys
+    assert waiting.policy_version == 2
     bench.reach(again, 9)
     (entry,) = await bench.cut(asking("b"))
     assert entry.staging_keys[:-1] == first.staging_keys
     assert entry.prefix_token_count == 9
     assert entry.policy_version == 2
+    assert (await bench.read(entry)).token_ids == generated(9).token_ids
+
+
+async def test_what_an_engine_says_wrongly_costs_that_call_its_cut() -> None:
+    """CUT-7, I25: a generation that lost tokens is not acknowledged; the others are."""
+    bench = Bench(MemoryTokenStore())
+    lying, honest = await bench.begin("lying"), await bench.begin("honest")
+    both = (asking("lying"), asking("honest", ticket=2))
+    bench.reach(lying, 6)
+    bench.reach(honest, 6)
+    await bench.cut(*both)
+    bench.reach(lying, 4)
+    refused, durable = await bench.cut(*both)
+    assert refused.failure == "call lying has 4 tokens, 6 are staged"
+    assert durable.prefix_token_count == 6
 
 
 async def test_a_store_that_fails_costs_one_round_and_only_what_was_new() -> None:
     """CUT-7"""
     store = FailingStore()
     bench = Bench(store)
-    growing, resting = bench.enter("growing"), bench.enter("resting")
+    growing, resting = await bench.begin("growing"), await bench.begin("resting")
     both = (asking("growing"), asking("resting", ticket=2))
     bench.reach(growing, 3)
     bench.reach(resting, 3)
@@ -215,7 +234,7 @@ async def test_two_rounds_at_once_both_hold() -> None:
             await super().put(records)
 
     bench = Bench(SlowStore())
-    call = bench.enter("a")
+    call = await bench.begin("a")
     entries: dict[str, PrefixAcknowledgement] = {}
 
     async def round_of(name: str) -> None:
@@ -250,7 +269,7 @@ def test_every_receipt_is_the_generation_so_far(steps: list[tuple[int, bool]]) -
     async def run() -> None:
         store = FailingStore()
         bench = Bench(store)
-        call = bench.enter("a")
+        call = await bench.begin("a")
         count = 0
         for more, failing in steps:
             count += more
@@ -260,7 +279,7 @@ def test_every_receipt_is_the_generation_so_far(steps: list[tuple[int, bool]]) -
             if entry.disposition is Disposition.DURABLE_PREFIX:
                 prefix = await bench.read(entry)
                 assert prefix.token_ids == generated(count).token_ids
-                assert prefix.log_probs == generated(count).logprobs
+                assert prefix.log_probs == generated(count).log_probs
             else:
                 assert failing or not count
 

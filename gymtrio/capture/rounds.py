@@ -1,4 +1,4 @@
-"""A round of cuts: what calls in flight have generated becomes durable while they go on (CUT-1).
+"""A round of cuts in an inference worker: what its calls have generated becomes durable (CUT-1).
 
 Decisions and snapshots are one synchronous stretch; then one put for all; then the receipt. What was
 staged is noted only after the put: a round that fails or is cancelled leaves nothing half done, and
@@ -8,7 +8,8 @@ two rounds at once write chunks of different ranges, each under its own key.
 from __future__ import annotations
 
 import logging
-from typing import Final, Protocol
+from collections.abc import Callable
+from typing import Final
 
 import attrs
 
@@ -19,30 +20,19 @@ from gymtrio.capture.cuts import (
     CutReceipt,
     CutRefused,
     Disposition,
-    EngineDescription,
     PrefixAcknowledgement,
-    TerminalReason,
     check_inventory,
 )
-from gymtrio.capture.prefixes import acknowledge_failure, acknowledge_prefix, make_chunk
+from gymtrio.capture.prefixes import acknowledge_failure, acknowledge_prefix
 from gymtrio.capture.tokens import TokenRecord, TokenStore, TokenStoreFailed
+from gymtrio.capture.worker import CapturedCall, InvalidCapture, Progress, Staged, TokenCapture
 from gymtrio.errors import InvalidRequest
 from gymtrio.ports import Randomness
-from servers.model.embedded.generation import Generated
-from servers.model.engine_native.live_calls import LiveCall, LiveCalls, Staged
 
 NO_SUCH_CALL: Final = "no such call here: it has ended, or never came"
 _CUT_ID_BYTES: Final = 8
 
-_log = logging.getLogger(__name__)
-
-
-class Snapshots(Protocol):
-    """Knows what calls under way have generated; `embedded.engine.Engine` does."""
-
-    def snapshot(self, call_id: str) -> Generated | None:
-        """None: no call of this id is being generated."""
-        ...
+LOG = logging.getLogger(__name__)
 
 
 @attrs.frozen
@@ -50,8 +40,8 @@ class _Snapshot:
     """One entry of an inventory in the instant of the cut."""
 
     asked: ActivePrefix
-    call: LiveCall
-    generated: Generated
+    call: CapturedCall
+    progress: Progress
     staged: Staged
     """Once `chunk` is durable."""
     chunk: TokenRecord | None
@@ -59,21 +49,26 @@ class _Snapshot:
 
 
 class Cutter:
-    """Cuts the live calls of an engine."""
+    """Cuts the live calls of an engine.
+
+    Args:
+        observe: gives the progress of a call that is being generated, without waiting; None: nothing
+            is known of it yet.
+    """
 
     def __init__(
         self,
-        engine: Snapshots,
-        calls: LiveCalls,
+        capture: TokenCapture,
         store: TokenStore,
         *,
-        description: EngineDescription,
+        observe: Callable[[CapturedCall], Progress | None],
+        engine_digest: str,
         randomness: Randomness,
     ) -> None:
-        self._engine = engine
-        self._calls = calls
+        self._capture = capture
         self._store = store
-        self._description = description
+        self._observe = observe
+        self._engine_digest = engine_digest
         self._randomness = randomness
 
     async def cut(self, inventory: CutInventory) -> CutReceipt:
@@ -107,27 +102,22 @@ class Cutter:
         )
 
     def _take(self, asked: ActivePrefix) -> _Snapshot | PrefixAcknowledgement:
-        call = self._calls.find(asked)
+        call = self._capture.find(asked)
         if call is None:
             return acknowledge_failure(asked, NO_SUCH_CALL)
-        generated = call.result or self._engine.snapshot(call.engine_id)
-        if generated is None or not generated.token_ids:
-            return acknowledge_failure(asked, NOTHING_GENERATED)
-        start = call.staged.tokens
-        if len(generated.token_ids) == start:
-            return _Snapshot(asked, call, generated, call.staged, None)
-        chunk = make_chunk(
-            call.extension,
-            start_token=start,
-            prompt_token_ids=call.prompt_ids,
-            token_ids=generated.token_ids[start:],
-            log_probs=generated.logprobs[start:],
-            policy_version=self._description.policy_version,
-        )
-        staged = Staged(
-            keys=(*call.staged.keys, chunk.staging_key), tokens=len(generated.token_ids)
-        )
-        return _Snapshot(asked, call, generated, staged, chunk)
+        try:
+            progress = call.completed or self._observe(call)
+            if progress is None or not progress.token_ids:
+                return acknowledge_failure(asked, NOTHING_GENERATED)
+            chunk = self._capture.build_generation_chunk_record(call, progress)
+        except InvalidCapture as error:
+            LOG.warning("%s", error)
+            return acknowledge_failure(asked, str(error))
+        staged = call.staged
+        if chunk is not None:
+            keys = (*staged.keys, chunk.staging_key)
+            staged = Staged(keys=keys, tokens=len(progress.token_ids))
+        return _Snapshot(asked, call, progress, staged, chunk)
 
     async def _stage(self, chunks: tuple[TokenRecord, ...]) -> str | None:
         """Make chunks durable; gives the reason if they are not."""
@@ -136,7 +126,7 @@ class Cutter:
         try:
             await self._store.put(chunks)
         except TokenStoreFailed as error:
-            _log.warning("%d prefixes could not be staged: %s", len(chunks), error)
+            LOG.warning("%d prefixes could not be staged: %s", len(chunks), error)
             return str(error)
         return None
 
@@ -149,23 +139,22 @@ class Cutter:
             if failure is not None:
                 return acknowledge_failure(entry.asked, failure)
             entry.call.note_staged(entry.staged)
-        generated = entry.generated
-        reason = generated.finish_reason
+        progress = entry.progress
         return acknowledge_prefix(
             entry.asked,
-            token_ids=generated.token_ids,
+            token_ids=progress.token_ids,
             staging_keys=entry.staged.keys,
-            effective_output_limit=generated.output_limit_tokens,
-            policy_version=entry.call.policy_version,
-            engine_digest=self._description.digest,
-            finish_reason=None if reason is None else TerminalReason(reason),
-            stop_reason=generated.stop,
+            effective_output_limit=progress.effective_output_limit,
+            policy_version=entry.call.policy_version(progress),
+            engine_digest=self._engine_digest,
+            finish_reason=progress.finish_reason,
+            stop_reason=progress.stop_reason,
         )
 
 
 def _log_round(inventory: CutInventory, prefixes: tuple[PrefixAcknowledgement, ...]) -> None:
     durable = [p for p in prefixes if p.disposition is Disposition.DURABLE_PREFIX]
-    _log.info(
+    LOG.info(
         "checkpoint %s: %d of %d calls cut, %d tokens",
         inventory.checkpoint_id,
         len(durable),

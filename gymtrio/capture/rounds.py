@@ -54,6 +54,7 @@ class Cutter:
     Args:
         observe: gives the progress of a call that is being generated, without waiting; None: nothing
             is known of it yet.
+        unknown: says why a call that an inventory names is not live.
     """
 
     def __init__(
@@ -64,12 +65,14 @@ class Cutter:
         observe: Callable[[CapturedCall], Progress | None],
         engine_digest: str,
         randomness: Randomness,
+        unknown: Callable[[ActivePrefix], str] = lambda _: NO_SUCH_CALL,
     ) -> None:
         self._capture = capture
         self._store = store
         self._observe = observe
         self._engine_digest = engine_digest
         self._randomness = randomness
+        self._unknown = unknown
 
     async def cut(self, inventory: CutInventory) -> CutReceipt:
         """Perform one round.
@@ -104,7 +107,7 @@ class Cutter:
     def _take(self, asked: ActivePrefix) -> _Snapshot | PrefixAcknowledgement:
         call = self._capture.find(asked)
         if call is None:
-            return acknowledge_failure(asked, NO_SUCH_CALL)
+            return acknowledge_failure(asked, self._unknown(asked))
         try:
             progress = call.completed or self._observe(call)
             if progress is None or not progress.token_ids:

@@ -1,0 +1,147 @@
+"""Calls of an engine's own routes, and its answers read strictly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from typing import Final
+
+from gymtrio.errors import InvalidRequest
+from gymtrio.serving.client import Reply, ServerClient, StreamedReply
+from gymtrio.serving.http import HeadersLike, parse_json
+from gymtrio.serving.stock.engines import EngineBroke, EngineRefused
+
+ERROR_BYTES_MAX: Final = 1024 * 1024
+EVENT_BYTES_MAX: Final = 16 * 1024 * 1024
+"""One event of a stream: a chunk of a few tokens, with whatever an engine adds."""
+
+
+class EngineCalls:
+    """
+    Args:
+        server: base URL or name of the engine.
+        headers: of every call, such as its key.
+    """
+
+    def __init__(self, client: ServerClient, server: str, headers: HeadersLike = ()) -> None:
+        self._client = client
+        self._server = server
+        self._headers = tuple(headers)
+
+    async def get(self, path: str) -> dict[str, object]:
+        """
+        Raises:
+            TransportError, EngineRefused, EngineBroke
+        """
+        reply = await self._client.request(
+            self._server, "GET", path, headers=self._headers, context=None
+        )
+        return _object_of(reply)
+
+    async def post(self, path: str, body: dict[str, object]) -> dict[str, object]:
+        """
+        Raises:
+            TransportError, EngineRefused, EngineBroke
+        """
+        reply = await self._client.request(
+            self._server, "POST", path, json=body, headers=self._headers, context=None
+        )
+        return _object_of(reply)
+
+    @asynccontextmanager
+    async def events(
+        self, path: str, body: dict[str, object]
+    ) -> AsyncIterator[AsyncIterator[dict[str, object]]]:
+        """The events of a stream; leaving the block ends it.
+
+        Raises (also while iterating):
+            TransportError, EngineRefused, EngineBroke
+        """
+        async with self._client.stream(
+            self._server, "POST", path, json=body, headers=self._headers, context=None
+        ) as reply:
+            if reply.status != 200:
+                _object_of(await reply.read(ERROR_BYTES_MAX))
+            async with aclosing(_events(reply)) as events:
+                yield events
+
+
+async def _events(reply: StreamedReply) -> AsyncGenerator[dict[str, object]]:
+    decoder = SseDecoder()
+    async for chunk in reply.chunks():
+        for data in decoder.receive_data(chunk):
+            if data == b"[DONE]":
+                return
+            event = _parse(data, f"{reply.where}: an event")
+            if "error" in event:
+                raise EngineBroke(f"{reply.where}: {json.dumps(event['error'])[:400]}")
+            yield event
+
+
+class SseDecoder:
+    """Server-sent events from chunks of any size: the `data` of each; everything else is skipped."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._data: list[bytes] = []
+
+    def receive_data(self, chunk: bytes) -> list[bytes]:
+        """
+        Raises:
+            EngineBroke: an event without end.
+        """
+        self._buffer += chunk
+        *lines, rest = self._buffer.split(b"\n")
+        self._buffer = bytearray(rest)
+        if len(rest) + sum(map(len, self._data)) > EVENT_BYTES_MAX:
+            raise EngineBroke(f"an event of the stream is over {EVENT_BYTES_MAX} bytes")
+        events: list[bytes] = []
+        for line in (bytes(line).rstrip(b"\r") for line in lines):
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+            elif not line and self._data:
+                events.append(b"\n".join(self._data))
+                self._data = []
+        return events
+
+
+def _object_of(reply: Reply) -> dict[str, object]:
+    if reply.status == 200:
+        return _parse(reply.body, reply.where)
+    try:
+        body = _parse(reply.body, reply.where)
+    except EngineBroke:
+        text = reply.body[:400].decode("utf-8", "replace")
+        body = {"error": {"message": text, "type": "backend_error"}}
+    raise EngineRefused(reply.status, body)
+
+
+def _parse(data: bytes, where: str) -> dict[str, object]:
+    try:
+        value = parse_json(data, where)
+    except InvalidRequest as error:
+        raise EngineBroke(error.detail) from None
+    if not isinstance(value, dict):
+        raise EngineBroke(f"{where}: not a JSON object")
+    return value
+
+
+def token_ids_of(value: object, where: str) -> tuple[int, ...]:
+    """
+    Raises:
+        EngineBroke: it is no list of token ids.
+    """
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
+        raise EngineBroke(f"{where}: not a list of token ids")
+    return tuple(value)
+
+
+def number_of(value: object, where: str) -> float:
+    """
+    Raises:
+        EngineBroke: it is no number.
+    """
+    if type(value) is not int and type(value) is not float:
+        raise EngineBroke(f"{where}: not a number")
+    return float(value)

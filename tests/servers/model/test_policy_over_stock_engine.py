@@ -1,0 +1,198 @@
+"""The policy server over a llama.cpp server that nobody here wrote: cut, crashed, continued (CUT-2)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import trio
+
+from gymtrio.capture.replies import Route, read_tokens
+from gymtrio.checkpoint.coordination import Controller, open_coordination
+from gymtrio.ids import CheckpointId, EpisodeId, RolloutId
+from gymtrio.ports import HostClock, HostRandomness
+from gymtrio.serving.app import open_asgi
+from gymtrio.serving.client import ServerClient
+from gymtrio.serving.controlchannel import HttpControlChannel
+from gymtrio.serving.deployment import DeploymentDirectory, parse_deployment
+from gymtrio.serving.host import HostPorts
+from gymtrio.serving.inprocess import open_network
+from gymtrio.serving.pool import open_pool
+from gymtrio.settings import Secret
+from servers.model.policy import app as policy_app
+from tests.helpers.llama_cpp_server import llama_cpp_server
+
+TOKEN = "token-of-the-tests"
+EPISODE = EpisodeId(RolloutId("r"))
+
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 5}
+CHAT: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Write a story about a fox and a cat."}],
+    "max_tokens": 80,
+}
+RESPONSES: dict[str, Any] = {
+    "instructions": "You are brief.",
+    "input": [{"role": "user", "content": [{"type": "input_text", "text": "Describe rain."}]}],
+    "max_output_tokens": 80,
+}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with llama_cpp_server(tmp_path_factory.mktemp("llama") / "log") as url:
+        yield url
+
+
+@attrs.frozen
+class Incarnation:
+    """A policy server, as a process would be; the engine lives on when it crashes."""
+
+    client: ServerClient
+    controller: Controller
+
+    async def call(self, key: str, route: Route, body: dict[str, Any]) -> Any:
+        path = f"/ng-rollout/{key}{route.value}"
+        reply = await self.client.request("policy", "POST", path, json=body)
+        return reply.raise_for_status().json()
+
+
+@asynccontextmanager
+async def open_incarnation(
+    tmp_path: Path, engine: str, *, recover: bool = False
+) -> AsyncIterator[Incarnation]:
+    policy = {
+        "backend": engine,
+        "stock_backend": "llama_cpp",
+        "checkpoint_policy": True,
+        "checkpoint_generation_cuts": True,
+        "policy_version": 7,
+    }
+    where = parse_deployment(
+        {
+            "state_dir": str(tmp_path / "state"),
+            "checkpoint": {
+                "enabled": True,
+                "control_auth_token": TOKEN,
+                "root": str(tmp_path / "checkpoints"),
+                "recover": recover,
+            },
+            "servers": {"policy": {"url": "http://policy", "kind": "model", "settings": policy}},
+        }
+    )
+    (tmp_path / "checkpoints").mkdir(exist_ok=True)
+    async with open_network() as network, open_pool() as pool:
+        client = ServerClient(DeploymentDirectory(where), network)
+        ports = HostPorts(transport=pool)
+        async with open_asgi(policy_app, deployment=where, name="policy", ports=ports) as policy_:
+            with network.serving("policy", policy_):
+                async with open_coordination(
+                    ["policy"],
+                    HttpControlChannel(client, Secret(TOKEN)),
+                    wall_clock=HostClock(),
+                    randomness=HostRandomness(),
+                ) as controller:
+                    yield Incarnation(client, controller)
+
+
+async def prepared_with_a_cut(incarnation: Incarnation) -> tuple[CheckpointId, dict[str, int]]:
+    """Prepare while something decodes, however long its prompt takes."""
+    number = 0
+    while True:
+        number += 1
+        checkpoint_id = CheckpointId(f"c{number}")
+        prepared = await incarnation.controller.prepare(checkpoint_id, timeout_s=20)
+        assert prepared.ready
+        if prepared.reports["policy"].counts["cut"]:
+            return checkpoint_id, prepared.reports["policy"].counts
+        await incarnation.controller.resume(checkpoint_id, timeout_s=20)
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [(Route.CHAT, CHAT | SAMPLED), (Route.RESPONSES, RESPONSES | {"temperature": 0})],
+    ids=["sampled chat", "greedy responses"],
+)
+async def test_a_generation_of_a_stock_engine_is_cut_and_continued(
+    tmp_path: Path,
+    engine: str,
+    caplog: pytest.LogCaptureFixture,
+    route: Route,
+    body: dict[str, Any],
+) -> None:
+    """CUT-2, CUT-4, I25, I26: ids and log-probs of the continued reply are those of an uncut call."""
+    directory = tmp_path / "checkpoints" / "one"
+
+    async def be_interrupted() -> None:
+        await first.call(EPISODE.capture_key, route, body)
+        pytest.fail("the call ended before it was cut")
+
+    async with open_incarnation(tmp_path, engine) as first:
+        uncut = await first.call("other", route, body)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(be_interrupted)
+            checkpoint_id, _ = await prepared_with_a_cut(first)
+            committed = await first.controller.commit(
+                checkpoint_id, str(directory), [EPISODE], timeout_s=20
+            )
+            nursery.cancel_scope.cancel()
+    assert committed
+    async with open_incarnation(tmp_path, engine, recover=True) as second:
+        await second.controller.restore(checkpoint_id, str(directory), [EPISODE], timeout_s=20)
+        status = await second.controller.status()
+        assert status["policy"].extra["restored_generation_cuts"] == ["r-a1"]
+        told = await second.call(EPISODE.next_attempt().capture_key, route, body)
+        assert read_tokens(route, told) == read_tokens(route, uncut)
+        status = await second.controller.status()
+        assert status["policy"].extra["restored_generation_cuts"] == []
+    assert "generated anew" not in caplog.text
+
+
+async def test_no_cut_goes_through_a_grammar(tmp_path: Path, engine: str) -> None:
+    """T7, CUT-6, I27: of a plain and two constrained calls only the plain one is cut; after the restore
+    all of them answer, and what was constrained parses."""
+    shape = {
+        "type": "object",
+        "properties": {"animal": {"type": "string"}, "legs": {"type": "integer"}},
+        "required": ["animal", "legs"],
+    }
+    bodies = {
+        "plain": CHAT | SAMPLED,
+        "schema": CHAT
+        | {
+            "max_tokens": 200,
+            "temperature": 0,
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "animal", "schema": shape},
+            },
+        },
+        "regex": CHAT | {"temperature": 0, "grammar": 'root ::= "yes" | "no"', "max_tokens": 8},
+    }
+    episodes = [EpisodeId(RolloutId(name)) for name in bodies]
+    directory = tmp_path / "checkpoints" / "one"
+    async with open_incarnation(tmp_path, engine) as first:
+        async with trio.open_nursery() as nursery:
+            for name, body in bodies.items():
+                nursery.start_soon(first.call, name, Route.CHAT, body)
+            checkpoint_id, counts = await prepared_with_a_cut(first)
+            assert counts["cut"] == 1
+            await first.controller.commit(checkpoint_id, str(directory), episodes, timeout_s=20)
+            nursery.cancel_scope.cancel()
+    async with open_incarnation(tmp_path, engine, recover=True) as second:
+        await second.controller.restore(checkpoint_id, str(directory), episodes, timeout_s=20)
+        status = await second.controller.status()
+        assert status["policy"].extra["restored_generation_cuts"] == ["plain-a1"]
+        texts = {}
+        for name, body in bodies.items():
+            told = await second.call(f"{name}-a1", Route.CHAT, body)
+            texts[name] = told["choices"][0]["message"]["content"]
+    animal = json.loads(texts["schema"])
+    assert isinstance(animal["animal"], str)
+    assert isinstance(animal["legs"], int)
+    assert texts["regex"] in {"yes", "no"}
+    assert texts["plain"]

@@ -114,7 +114,7 @@ def serve_engine(state_dir: Path) -> Iterator[ServedEngine]:
     stop = trio.Event()
 
     async def serve() -> None:
-        async with open_engine_app(state_dir) as asgi, serve_on_sockets(_started(asgi)) as bind:
+        async with open_engine_app(state_dir) as asgi, serve_on_sockets(started(asgi)) as bind:
             news.put(ServedEngine(bind.url, state_dir, asgi, trio.lowlevel.current_trio_token()))
             await stop.wait()
 
@@ -142,7 +142,7 @@ def serve_engine(state_dir: Path) -> Iterator[ServedEngine]:
         raise AssertionError("the engine ended while it was served") from failed
 
 
-def _started(asgi: AsgiApp) -> AsgiApp:
+def started(asgi: AsgiApp) -> AsgiApp:
     """An application without lifespan, as a server wants one."""
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:

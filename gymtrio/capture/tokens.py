@@ -58,7 +58,7 @@ class TokenRecord:
 
 
 class TokenStore(Protocol):
-    """A store of token records; `tests/capture/token_store_conformance.py` checks any of them."""
+    """A store of token records; `conformance.py` checks any of them."""
 
     async def put(self, records: tuple[TokenRecord, ...]) -> None:
         """Add records. A key is written once: the same record again is success.

@@ -17,6 +17,8 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gymtrio.capture.conformance import TOKEN_STORE_CHECKS, TokenStoreCheck
+from gymtrio.capture.conformance import make_record as record
 from gymtrio.capture.log_store import BATCH_RECORDS_MAX, LogTokenStore, open_log_store
 from gymtrio.capture.segments import SUFFIX, Segment, SegmentWriter, encode_record
 from gymtrio.capture.tokens import (
@@ -27,7 +29,6 @@ from gymtrio.capture.tokens import (
     TokenStoreFailed,
 )
 from gymtrio.ports import HostRandomness
-from tests.capture.token_store_conformance import TokenStoreConformance, record
 
 GOLDEN_SEGMENT_SHA256 = "34dd3ecfd56e25d736226aacb91f4492e0f5c02653fb580d1a8260aeb2f2117e"
 
@@ -36,11 +37,10 @@ def open_store(directory: Path) -> AbstractAsyncContextManager[LogTokenStore]:
     return open_log_store(directory, randomness=HostRandomness())
 
 
-class TestLogTokenStore(TokenStoreConformance):
-    """CUT-1: runs the conformance suite."""
-
-    def open_store(self, directory: Path) -> AbstractAsyncContextManager[LogTokenStore]:
-        return open_store(directory / "made" / "when needed")
+@pytest.mark.parametrize("check", TOKEN_STORE_CHECKS, ids=lambda check: check.__name__)
+async def test_it_conforms(check: TokenStoreCheck, tmp_path: Path) -> None:
+    """CUT-1, I17, I25"""
+    await check(lambda: open_store(tmp_path / "made" / "when needed"))
 
 
 def segments_of(directory: Path) -> list[Path]:
@@ -288,7 +288,7 @@ import sys, trio
 from pathlib import Path
 from gymtrio.capture.log_store import open_log_store
 from gymtrio.ports import HostRandomness
-from tests.capture.token_store_conformance import record
+from gymtrio.capture.conformance import make_record as record
 
 async def main():
     async with open_log_store(Path(sys.argv[1]), randomness=HostRandomness()) as store:

@@ -8,6 +8,7 @@
 #   make bench     what a checkpoint costs, beside its floors (ARGS="--quick --check")
 #   make simulate  the real servers under simulated faults    (SEEDS=2000)
 #   make spin      the model of the protocol, every state; needs spin and gcc
+#   make cuts      200 cuts at every place of a generation, each compared with the uncut one
 #   make nightly   the property tests with 100,000 examples each: hours
 #   make lock      pin what the registry has now for this Python
 #   make clean     remove the environment and every cache
@@ -36,7 +37,7 @@ ENVIRONMENT := $(VENV)/.environment-$(VERSION)
 DEMO_INSTALLED := $(VENV)/.demo-$(VERSION)
 DEV_INSTALLED := $(VENV)/.dev-$(VERSION)
 
-.PHONY: test demo lint format bench simulate spin nightly lock clean python
+.PHONY: test demo lint format bench simulate spin cuts nightly lock clean python
 
 test: lint
 	$(BIN)/python -m pytest --cov --cov-report=term $(PYTEST_ARGS)
@@ -62,6 +63,9 @@ simulate: $(DEV_INSTALLED)
 
 spin: $(DEV_INSTALLED)
 	GYMTRIO_SPIN=1 $(BIN)/python -m pytest tests/simulation/spin $(PYTEST_ARGS)
+
+cuts: $(DEV_INSTALLED)
+	GYMTRIO_CUTS=200 $(BIN)/python -m pytest --timeout=0 tests/servers/model/test_cut_fidelity.py $(PYTEST_ARGS)
 
 nightly: $(DEV_INSTALLED)
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m hypothesis --timeout=0 $(PYTEST_ARGS)

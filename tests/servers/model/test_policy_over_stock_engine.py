@@ -1,12 +1,16 @@
-"""The policy server over a llama.cpp server that nobody here wrote: cut, crashed, continued (CUT-2)."""
+"""The policy server over engines that nobody here wrote: cut, crashed, continued (CUT-2).
+
+llama.cpp's server always; vLLM where `GYMTRIO_VLLM_URL` says where one serves.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import attrs
 import pytest
@@ -29,6 +33,7 @@ from tests.helpers.llama_cpp_server import llama_cpp_server
 
 TOKEN = "token-of-the-tests"
 EPISODE = EpisodeId(RolloutId("r"))
+VLLM_URL: Final = os.environ.get("GYMTRIO_VLLM_URL")
 
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 5}
 CHAT: dict[str, Any] = {
@@ -63,11 +68,11 @@ class Incarnation:
 
 @asynccontextmanager
 async def open_incarnation(
-    tmp_path: Path, engine: str, *, recover: bool = False
+    tmp_path: Path, engine: str, *, api: str = "llama_cpp", recover: bool = False
 ) -> AsyncIterator[Incarnation]:
     policy = {
         "backend": engine,
-        "stock_backend": "llama_cpp",
+        "stock_backend": api,
         "checkpoint_policy": True,
         "checkpoint_generation_cuts": True,
         "policy_version": 7,
@@ -196,3 +201,44 @@ async def test_no_cut_goes_through_a_grammar(tmp_path: Path, engine: str) -> Non
     assert isinstance(animal["legs"], int)
     assert texts["regex"] in {"yes", "no"}
     assert texts["plain"]
+
+
+@pytest.mark.skipif(VLLM_URL is None, reason="GYMTRIO_VLLM_URL names no vLLM server")
+@pytest.mark.parametrize("settings", [{"temperature": 0}, SAMPLED], ids=["greedy", "sampled"])
+async def test_a_generation_of_vllm_is_cut_and_continued(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, settings: dict[str, Any]
+) -> None:
+    """CUT-2, CUT-4, I25: the reply is the very prefix that was cut and a tail within the budget. What the
+    tail says is vLLM's: its batches are not bit for bit the same."""
+    assert VLLM_URL is not None
+    body = CHAT | settings | {"max_tokens": 60, "ignore_eos": True}
+    directory = tmp_path / "checkpoints" / "one"
+
+    async def be_interrupted() -> None:
+        await first.call(EPISODE.capture_key, Route.CHAT, body)
+        pytest.fail("the call ended before it was cut")
+
+    async with open_incarnation(tmp_path, VLLM_URL, api="vllm") as first:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(be_interrupted)
+            checkpoint_id, _ = await prepared_with_a_cut(first)
+            await first.controller.commit(checkpoint_id, str(directory), [EPISODE], timeout_s=20)
+            nursery.cancel_scope.cancel()
+    (manifest,) = directory.glob("gym/model/*/manifest.json")
+    assert json.loads(manifest.read_text())["fields"]["engine"]["fingerprint"]["engine"] == "vllm"
+    async with open_incarnation(tmp_path, VLLM_URL, api="vllm", recover=True) as second:
+        await second.controller.restore(checkpoint_id, str(directory), [EPISODE], timeout_s=20)
+        told = await second.call(EPISODE.next_attempt().capture_key, Route.CHAT, body)
+        tokens = read_tokens(Route.CHAT, told)
+        assert len(tokens.token_ids) == 60
+        ledger = await second.client.request(
+            "policy",
+            "GET",
+            f"/ng-control/v1/ledger/{EPISODE.next_attempt().capture_key}",
+            headers=[("authorization", f"Bearer {TOKEN}")],
+        )
+        rows: Any = ledger.raise_for_status().json()
+        (row,) = rows["rows"]
+        assert 0 < row["continued_token_count"] < 60
+        assert row["policy_version"] == 7
+    assert "generated anew" not in caplog.text

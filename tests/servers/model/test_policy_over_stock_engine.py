@@ -208,8 +208,8 @@ async def test_no_cut_goes_through_a_grammar(tmp_path: Path, engine: str) -> Non
 async def test_a_generation_of_vllm_is_cut_and_continued(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, settings: dict[str, Any]
 ) -> None:
-    """CUT-2, CUT-4, I25: the reply is the very prefix that was cut and a tail within the budget. What the
-    tail says is vLLM's: its batches are not bit for bit the same."""
+    """CUT-2, CUT-4, I25: the reply is the very prefix that was cut, and a tail within the budget. What
+    the tail says is its own affair: batches of vLLM are not bit for bit the same."""
     assert VLLM_URL is not None
     body = CHAT | settings | {"max_tokens": 60, "ignore_eos": True}
     directory = tmp_path / "checkpoints" / "one"

@@ -30,6 +30,9 @@ class Sample:
     """The longest time that a task which was ready had to wait, other processes included."""
     held_cpu_s: float = 0.0
     """The processor time of the loop's thread in the beat that used most: nobody else's load."""
+    cpu_s: float = 0.0
+    """Processor time of the whole process: beside that of a floor, it says what a loaded machine's
+    clock cannot."""
     peak_bytes: int | None = None
     """Resident memory at its highest, beyond what was resident at the beginning."""
 
@@ -54,16 +57,23 @@ class Heart:
         sample = Sample()
         began_bytes = _reset_peak()
         self._start(sample)
-        began = time.perf_counter()
+        began, began_cpu = time.perf_counter(), time.process_time()
         try:
             yield sample
         finally:
             sample.took_s = time.perf_counter() - began
+            sample.cpu_s = time.process_time() - began_cpu
             self._note()
             self._start(Sample())
             peak_bytes = _memory("VmHWM")
             if began_bytes is not None and peak_bytes is not None:
                 sample.peak_bytes = max(0, peak_bytes - began_bytes)
+
+    def so_far(self) -> Sample:
+        """What was noticed since the last time that this was asked."""
+        sample = self._sample
+        self._start(Sample())
+        return sample
 
     def _start(self, sample: Sample) -> None:
         self._sample = sample
@@ -87,20 +97,22 @@ async def open_heart() -> AsyncIterator[Heart]:
         nursery.cancel_scope.cancel()
 
 
-def timed(seconds: list[float]) -> _Timed:
-    """Append how long a block took."""
-    return _Timed(seconds)
+def timed(seconds: list[float], cpu_seconds: list[float] | None = None) -> _Timed:
+    """Append how long a block took, and how much processor time."""
+    return _Timed(seconds, [] if cpu_seconds is None else cpu_seconds)
 
 
 class _Timed:
-    def __init__(self, seconds: list[float]) -> None:
+    def __init__(self, seconds: list[float], cpu_seconds: list[float]) -> None:
         self._seconds = seconds
+        self._cpu_seconds = cpu_seconds
 
     def __enter__(self) -> None:
-        self._began = time.perf_counter()
+        self._began, self._began_cpu = time.perf_counter(), time.process_time()
 
     def __exit__(self, *_: object) -> None:
         self._seconds.append(time.perf_counter() - self._began)
+        self._cpu_seconds.append(time.process_time() - self._began_cpu)
 
 
 def _reset_peak() -> int | None:

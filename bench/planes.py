@@ -17,6 +17,7 @@ import trio
 from gymtrio.checkpoint.control import Control, open_control
 from gymtrio.checkpoint.coordination import Controller
 from gymtrio.checkpoint.directory_archive import DirectoryArchive
+from gymtrio.checkpoint.incarnations import Incarnations
 from gymtrio.checkpoint.members import Member
 from gymtrio.ids import CheckpointId, EpisodeId
 from gymtrio.participants.environment import EnvironmentParticipant
@@ -42,6 +43,7 @@ from gymtrio.wire.control import (
     CommitRequest,
     Kind,
     PrepareRequest,
+    Report,
     RestoreRequest,
     ResumeRequest,
 )
@@ -55,6 +57,7 @@ class Plane(Protocol):
     """What the bench asks for; returns when it is answered."""
 
     async def prepare(self, name: str) -> None: ...
+    async def status(self) -> Report: ...
     async def commit(self, name: str, ids: Sequence[EpisodeId]) -> None: ...
     async def resume(self, name: str) -> None: ...
 
@@ -77,8 +80,10 @@ class _Direct:
         return {"checkpoint_id": CheckpointId(name), "deadline_ts": deadline_ts}
 
     async def prepare(self, name: str) -> None:
-        reply = await self._control.prepare(PrepareRequest(**self._base(name)))
-        assert reply.report.ready
+        await self._control.prepare(PrepareRequest(**self._base(name)))
+
+    async def status(self) -> Report:
+        return self._control.status().report
 
     async def commit(self, name: str, ids: Sequence[EpisodeId]) -> None:
         reply = await self._control.commit(
@@ -103,8 +108,11 @@ class _Controlled:
         self._controller = controller
 
     async def prepare(self, name: str) -> None:
-        prepared = await self._controller.prepare(CheckpointId(name), timeout_s=TIMEOUT_S)
-        assert prepared.ready
+        await self._controller.prepare(CheckpointId(name), timeout_s=TIMEOUT_S)
+
+    async def status(self) -> Report:
+        replies = await self._controller.status()
+        return replies[INSTANCE].report
 
     async def commit(self, name: str, ids: Sequence[EpisodeId]) -> None:
         replies = await self._controller.commit(CheckpointId(name), name, ids, timeout_s=TIMEOUT_S)
@@ -160,7 +168,13 @@ def _controlled(client: ServerClient) -> Plane:
     member = Member(INSTANCE, Kind.ENVIRONMENT, INSTANCE)
     channel = HttpControlChannel(client, Secret(_TOKEN))
     return _Controlled(
-        Controller((member,), channel, wall_clock=HostClock(), nonce=HostRandomness().hex(16))
+        Controller(
+            (member,),
+            channel,
+            wall_clock=HostClock(),
+            nonce=HostRandomness().hex(16),
+            incarnations=Incarnations(),
+        )
     )
 
 

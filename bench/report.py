@@ -18,7 +18,8 @@ from bench.measure import Sample
 
 _MIB: Final = 2**20
 _HEAD: Final = (
-    f"{'':26}{'ms':>9}{'floor ms':>10}{'ratio':>7}{'held ms':>9}{'cpu ms':>8}{'MiB':>7}  target"
+    f"{'':26}{'ms':>9}{'floor ms':>10}{'ratio':>7}{'of cpu':>8}{'held ms':>9}{'cpu ms':>8}{'MiB':>7}"
+    "  target"
 )
 
 
@@ -46,6 +47,8 @@ class Row:
     samples: list[Sample]
     floors_s: list[float] = attrs.field(factory=list)
     """Of the same rounds; empty: it has none."""
+    floors_cpu_s: list[float] = attrs.field(factory=list)
+    """Their processor time, where it was measured."""
     kept_bytes: int = 0
     """Of the peak, what stays because it is the result."""
     target: Target = attrs.field(factory=Target)
@@ -65,6 +68,14 @@ class Row:
             return None
         pairs = zip(self.samples, self.floors_s, strict=True)
         return median(sample.took_s / floor_s for sample, floor_s in pairs)
+
+    @property
+    def cpu_ratio(self) -> float | None:
+        """As `ratio`, in processor time: the same on an idle and on a loaded machine."""
+        if not self.floors_cpu_s:
+            return None
+        pairs = zip(self.samples, self.floors_cpu_s, strict=True)
+        return median(sample.cpu_s / floor_s for sample, floor_s in pairs)
 
     @property
     def over_floor_s(self) -> float | None:
@@ -110,6 +121,7 @@ class Row:
             "took_s": self.took_s,
             "floor_s": self.floor_s,
             "ratio": self.ratio,
+            "cpu_ratio": self.cpu_ratio,
             "over_floor_s": self.over_floor_s,
             "held_s": self.held_s,
             "held_cpu_s": self.held_cpu_s,
@@ -128,9 +140,10 @@ class Row:
             shown = f"+{over_s * 1e3:.0f}"
         floor = "" if self.floor_s is None else f"{self.floor_s * 1e3:.1f}"
         peak = "" if self.peak_bytes is None else f"{self.peak_bytes / _MIB:.0f}"
+        of_cpu = "" if self.cpu_ratio is None else f"{self.cpu_ratio:.2f}"
         told = "; ".join(self.missed())
         return (
-            f"  {self.name:24}{self.took_s * 1e3:9.1f}{floor:>10}{shown:>7}"
+            f"  {self.name:24}{self.took_s * 1e3:9.1f}{floor:>10}{shown:>7}{of_cpu:>8}"
             f"{self.held_s * 1e3:9.1f}{self.held_cpu_s * 1e3:8.1f}{peak:>7}"
             f"  {'MISSED: ' + told if told else self._aim()}"
         ).rstrip()

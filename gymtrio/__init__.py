@@ -11,6 +11,7 @@ from gymtrio.checkpoint.members import (
     NoPolicyModel,
     NotPrepared,
     Prepared,
+    Replaced,
 )
 from gymtrio.errors import GymtrioError
 from gymtrio.ids import CaptureKey, CheckpointId, EpisodeId, RolloutId
@@ -32,6 +33,7 @@ __all__ = [
     "NoPolicyModel",
     "NotPrepared",
     "Prepared",
+    "Replaced",
     "RolloutId",
     "RunningDeployment",
     "load_deployment",

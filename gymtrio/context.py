@@ -68,6 +68,33 @@ def rollout_context(context: RolloutContext | None) -> Iterator[None]:
         _CONTEXT.reset(token)
 
 
+@attrs.frozen
+class CheckpointWork:
+    """Which checkpoint something is done for."""
+
+    checkpoint_id: str
+    phase: Callable[[], str]
+    """Where its participant is now."""
+
+
+_CHECKPOINT: ContextVar[CheckpointWork | None] = ContextVar("gymtrio_checkpoint", default=None)
+
+
+def current_checkpoint() -> CheckpointWork | None:
+    """The checkpoint that the running task works for, if it does."""
+    return _CHECKPOINT.get()
+
+
+@contextmanager
+def checkpoint_context(work: CheckpointWork) -> Iterator[None]:
+    """Run the body on behalf of a checkpoint; tasks started inside inherit it."""
+    token = _CHECKPOINT.set(work)
+    try:
+        yield
+    finally:
+        _CHECKPOINT.reset(token)
+
+
 def split_rollout_path(path: str) -> tuple[RolloutContext | None, str]:
     """Take the rollout prefix off a decoded request path.
 

@@ -22,6 +22,8 @@ CaptureKey = NewType("CaptureKey", str)
 CheckpointId = NewType("CheckpointId", str)
 
 _SAFE_ID: Final = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{ID_CHARACTERS_MAX - 1}}}", re.ASCII)
+_ATTEMPT_MARK: Final = "-a"
+"""Looked for first: thousands of ids are read in a row, and the pattern tries every place."""
 _ATTEMPT_SUFFIX: Final = re.compile(r"-a([1-9][0-9]*)\Z", re.ASCII)
 
 
@@ -42,7 +44,7 @@ def parse_rollout_id(text: str) -> RolloutId:
             f"rollout id {text[: ID_CHARACTERS_MAX + 1]!r}: 1-{ID_CHARACTERS_MAX} characters, "
             "first a letter or digit, then letters, digits, '.', '_', '-'"
         )
-    if _ATTEMPT_SUFFIX.search(text) is not None:
+    if _ATTEMPT_MARK in text and _ATTEMPT_SUFFIX.search(text) is not None:
         raise InvalidRolloutId(f"rollout id {text!r} ends in '-aN', which names an attempt")
     return RolloutId(text)
 
@@ -95,7 +97,7 @@ def parse_capture_key(text: str) -> EpisodeId:
     Raises:
         InvalidRolloutId: no episode has this key.
     """
-    suffix = _ATTEMPT_SUFFIX.search(text)
+    suffix = _ATTEMPT_SUFFIX.search(text) if _ATTEMPT_MARK in text else None
     if suffix is None:
         return EpisodeId(RolloutId(text))
     # A number of 20 digits would be beyond any attempt; int() of thousands would be slow.

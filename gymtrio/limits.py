@@ -47,12 +47,13 @@ the frames of the caller."""
 OPAQUE_INTEGER_DIGITS_MAX: Final = 4_300
 """Python refuses to parse longer decimal integers; refusing at export beats failing at restore."""
 
-LOOP_SLICE_S: Final = 0.005
-"""Work on the event loop yields after this long, a quarter of the stall that is promised
-(STO-5)."""
+LOOP_SLICE_S: Final = 0.002
+"""Work on the event loop yields after this long. A control call takes some twenty turns of the
+loop, each with a slice of a commit in it, and has a tenth of a second (CTL-10)."""
 
-WAKE_SLICE_TASKS: Final = 500
-"""Parked tasks woken per pass of the loop: a batch runs whole before I/O is looked at again."""
+WAKE_SLICE_TASKS: Final = 250
+"""Parked tasks woken per pass of the loop: a batch runs whole before I/O is looked at again. An
+episode that goes on to its next step takes 10 to 20 us."""
 
 READINESS_POLL_S: Final = 1.0
 """A waiting prepare looks again at least this often, should a change go unannounced."""
@@ -71,6 +72,15 @@ RESULT_UNHEARD_S_MAX: Final = LEASE_GRACE_S_DEFAULT
 CLEANUP_S_MAX: Final = 10.0
 """Deadline of every shielded clean-up (STEP-7)."""
 
+STOP_S_MAX: Final = 60.0
+"""How long a commit with `stop` waits for a server to free what its sessions hold outside."""
+
+CLEANUP_TRY_S: Final = 3.0
+"""A clean-up that has not ended by then is tried again: its request or reply may be lost."""
+
+CLEANUP_RETRY_DELAY_S: Final = 0.2
+"""Between two tries of what a clean-up could not reach."""
+
 DISCOVERY_TRIES_MAX: Final = 3
 """A server that cannot be reached three times is an error, never an absent participant."""
 
@@ -84,4 +94,4 @@ RESUME_S_MIN: Final = 30.0
 """Resuming gets at least this long, also after a deadline has passed: it must not be given up."""
 
 STAGE_PATIENCE_S: Final = 2.0
-"""A resume or retire goes on to the next stage after this long, though somebody has not answered."""
+"""A resume or retire waits for earlier stages this long in all, though somebody has not answered."""

@@ -93,6 +93,25 @@ def load_settings(cls: type[T], mapping: object, where: str) -> T:
         raise SettingsError(f"{path}: {error.why}" if path else error.why) from None
 
 
+def _check_token(token: Secret, where: str) -> None:
+    """
+    Raises:
+        SettingsError: it can be guessed, or cannot be sent as it is: a header carries visible ASCII,
+            and what others make of the rest differs (RFC 9110, section 5.5).
+    """
+    if len(token) < TOKEN_CHARACTERS_MIN:
+        raise SettingsError(
+            f"{where}: the control token has {len(token)} characters, "
+            f"at least {TOKEN_CHARACTERS_MIN} are needed"
+        )
+    for position, character in enumerate(token.reveal()):
+        if not "!" <= character <= "~":
+            raise SettingsError(
+                f"{where}: the control token cannot be sent in a header: its character at position "
+                f"{position} is a blank, or is not printable ASCII"
+            )
+
+
 def _positive(instance: object, attribute: attrs.Attribute[Any], value: float) -> None:
     if not value > 0:
         raise ValueError(f"{attribute.name} must be more than 0 seconds, got {value}")
@@ -127,8 +146,8 @@ class CheckpointSettings:
             The same block with `control_auth_token` set, if one was given anywhere.
 
         Raises:
-            SettingsError: enabled without a token or root, a token too short, two sources, or a file
-                that cannot be read.
+            SettingsError: enabled without a token or root, a token too short or not of visible ASCII,
+                two sources, or a file that cannot be read.
         """
         token = self.control_auth_token
         if self.control_auth_token_file is not None:
@@ -142,11 +161,8 @@ class CheckpointSettings:
                 raise SettingsError(f"{where}.control_auth_token_file: {error}") from None
         if token is None and TOKEN_VARIABLE in environment:
             token = Secret(environment[TOKEN_VARIABLE])
-        if token is not None and len(token) < TOKEN_CHARACTERS_MIN:
-            raise SettingsError(
-                f"{where}: the control token has {len(token)} characters, "
-                f"at least {TOKEN_CHARACTERS_MIN} are needed"
-            )
+        if token is not None:
+            _check_token(token, where)
         if self.enabled and token is None:
             raise SettingsError(
                 f"{where}: enabled without a token; set control_auth_token, "

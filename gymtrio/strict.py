@@ -15,7 +15,7 @@ import math
 import types
 from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import Any, Final, TypeVar, Union, get_args, get_origin
+from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin
 
 import attrs
 import cattrs
@@ -90,6 +90,10 @@ def _is_enum(cls: Any) -> bool:
     return isinstance(cls, type) and issubclass(cls, Enum)
 
 
+def _is_literal(cls: Any) -> bool:
+    return get_origin(cls) is Literal
+
+
 def _is_sequence(cls: Any) -> bool:
     origin, arguments = get_origin(cls), get_args(cls)
     return origin in (list, frozenset) or (origin is tuple and arguments[1:] == (Ellipsis,))
@@ -129,11 +133,26 @@ def build_converter() -> cattrs.Converter:
 
     converter.register_structure_hook_func(_is_enum, enum_hook)
 
+    def literal_hook(value: object, cls: Any) -> object:
+        known = get_args(cls)
+        if not any(type(value) is type(one) and value == one for one in known):
+            raise _Unfit(f"expected one of {', '.join(map(repr, known))}, got {describe(value)}")
+        return value
+
+    converter.register_structure_hook_func(_is_literal, literal_hook)
+
     def optional_factory(cls: Any) -> Callable[[object, object], object]:
         (inner,) = (argument for argument in get_args(cls) if argument is not type(None))
 
+        # Found at the first value: a class may contain itself.
+        found: list[Callable[[object, object], object]] = []
+
         def hook(value: object, _: object) -> object:
-            return None if value is None else converter.structure(value, inner)
+            if value is None:
+                return None
+            if not found:
+                found.append(converter.get_structure_hook(inner))
+            return found[0](value, inner)
 
         return hook
 

@@ -22,6 +22,7 @@ MET: Final[dict[str, tuple[int, ...]]] = {
     "RES": (1, 2, 3, 4, 5, 6),
     "COORD": (1, 2, 3, 4),
     "SET": (1, 2),
+    "SRV": (1, 2, 3, 4, 5, 6),
 }
 
 _ID: Final = re.compile(r"\b[A-Z]+-[0-9]+\b")

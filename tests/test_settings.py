@@ -145,6 +145,10 @@ def test_the_token_comes_from_a_value_a_file_or_a_variable(
         ({"enabled": True, "control_auth_token": TOKEN}, "enabled without root"),
         ({"control_auth_token": "short"}, "5 characters, at least 16"),
         ({"control_auth_token": ""}, "0 characters, at least 16"),
+        ({"control_auth_token": "geheimschlüssel-17"}, "position 10 .* printable ASCII"),
+        ({"control_auth_token": "秘密の鍵" * 5}, "position 0 .* printable ASCII"),
+        ({"control_auth_token": "two words are not one"}, "position 3 .* printable ASCII"),
+        ({"control_auth_token": "0123456789abcdef\n"}, "position 16 .* printable ASCII"),
         ({"control_auth_token_file": "gone"}, "control_auth_token_file: .*No such file"),
         ({"control_auth_token": TOKEN, "control_auth_token_file": "f"}, "not both"),
         (

@@ -28,10 +28,13 @@ HOST: Final = "gymtrio/ports"
 TOKENS: Final = ("gymtrio/capture/log_store", "gymtrio/capture/segments")
 PROCESSES: Final = (
     "gymtrio/serving/child",
+    "gymtrio/serving/coordinating",
     "gymtrio/serving/deployment",
     "gymtrio/serving/launch",
+    "gymtrio/serving/processes",
     "gymtrio/serving/supervisor",
 )
+WIRES: Final = ("gymtrio/wire/tcp", "gymtrio/wire/unix")
 
 IMPORTED_ONLY_BY: Final[dict[str, tuple[str, ...]]] = {
     "asyncio": (),
@@ -45,9 +48,9 @@ IMPORTED_ONLY_BY: Final[dict[str, tuple[str, ...]]] = {
     "shelve": (),
     "shutil": (DISK, COMMAND_LINE),
     "signal": (*PROCESSES, COMMAND_LINE),
-    "socket": ("gymtrio/serving",),
+    "socket": ("gymtrio/serving", *WIRES),
     "subprocess": (*PROCESSES, COMMAND_LINE),
-    "tempfile": (COMMAND_LINE,),
+    "tempfile": (COMMAND_LINE, "gymtrio/wire/unix"),
     "threading": (ENGINE,),
     "time": (HOST, COMMAND_LINE, ENGINE),
     "unittest": (),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableSequence
+from collections.abc import Iterable, MutableSequence, Sequence
 from typing import Protocol
 
 import attrs
@@ -10,7 +10,8 @@ import attrs
 from gymtrio.checkpoint.participant import Export
 from gymtrio.ids import CaptureKey, CheckpointId
 from gymtrio.storage.publication import Publication
-from gymtrio.storage.records import Record
+from gymtrio.storage.records import Identity, Record
+from gymtrio.storage.writer import WrittenPart
 from gymtrio.wire.control import Kind
 
 
@@ -23,6 +24,31 @@ class Loaded:
     records: MutableSequence[Record]
     """By capture key; whoever installs them takes them out."""
     manifest_fields: dict[str, object]
+
+
+class PartWriter(Protocol):
+    """Writes parts of a checkpoint that another process publishes (STO-6)."""
+
+    async def write_part(
+        self, checkpoint_dir: str, identity: Identity, records: Iterable[Record], section: str
+    ) -> WrittenPart | None:
+        """Write one part; None: there are no records, and no file.
+
+        Raises, Cancelled: see `Archive.write`.
+
+        Durable: after return, the part; whoever asked must publish it or have it removed.
+        """
+        ...
+
+    async def remove_parts(
+        self, checkpoint_dir: str, identity: Identity, names: Sequence[str]
+    ) -> None:
+        """Remove parts that nobody will publish; best effort.
+
+        Raises:
+            InvalidCheckpointState: the directory is none that checkpoints may be in.
+        """
+        ...
 
 
 class Archive(Protocol):

@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Final
 
 import trio
 
@@ -36,20 +37,20 @@ from gymtrio.checkpoint.opened import (
 )
 from gymtrio.checkpoint.participant import Participant, Settling
 from gymtrio.checkpoint.phases import Step, advance
+from gymtrio.checkpoint.restoring import restore_once
 from gymtrio.checkpoint.resumed import ResumedIds
 from gymtrio.checkpoint.retirements import Retirements
 from gymtrio.episodes.signal import Signal
 from gymtrio.errors import (
-    CheckpointError,
     DeadlineExceeded,
     GymtrioError,
     InvalidPhase,
     RetireIncomplete,
     StaleCheckpoint,
 )
-from gymtrio.ids import CheckpointId, keys_of
+from gymtrio.ids import CheckpointId
 from gymtrio.limits import READINESS_POLL_S
-from gymtrio.ports import WallClock
+from gymtrio.ports import HostRandomness, Randomness, WallClock
 from gymtrio.wire.control import (
     CommitReply,
     CommitRequest,
@@ -72,6 +73,9 @@ from gymtrio.wire.control import (
 
 LOG = logging.getLogger(__name__)
 
+INCARNATION_BYTES: Final = 16
+"""Never the same twice."""
+
 
 @asynccontextmanager
 async def open_control(
@@ -81,12 +85,14 @@ async def open_control(
     wall_clock: WallClock,
     lease_grace_s: float,
     recover: bool = False,
+    randomness: Randomness | None = None,
 ) -> AsyncIterator[Control]:
     """Own a participant for as long as the block runs.
 
     Args:
         recover: the server was started to be restored; it starts closed and accepts only status,
             restore and resume until it is (HARD-3, HARD-6).
+        randomness: names this incarnation (HARD-13); None: the machine's.
 
     Cancelled: every job has ended when the block is left.
     """
@@ -97,6 +103,7 @@ async def open_control(
             wall_clock=wall_clock,
             lease_grace_s=lease_grace_s,
             recover=recover,
+            incarnation=(randomness or HostRandomness()).hex(INCARNATION_BYTES),
             nursery=nursery,
         )
         nursery.start_soon(participant.run)
@@ -115,8 +122,11 @@ class Control:
         wall_clock: WallClock,
         lease_grace_s: float,
         recover: bool,
+        incarnation: str,
         nursery: trio.Nursery,
     ) -> None:
+        self.incarnation = incarnation
+        """Told in replies, so that who drives several servers notices one that was replaced."""
         self._participant = participant
         self._archive = archive
         self._wall_clock = wall_clock
@@ -144,6 +154,7 @@ class Control:
             retired_rollouts=len(self._participant.admission.fences),
             awaiting_restore=self._awaiting_restore,
             report=self._participant.report(),
+            incarnation=self.incarnation,
             extra=self._participant.status_fields(),
         )
 
@@ -184,7 +195,9 @@ class Control:
             self._drop(opened)
             raise
         phase = opened.phase if self._open is opened else Phase.IDLE
-        return PrepareReply(phase=phase.value, report=self._participant.report())
+        return PrepareReply(
+            phase=phase.value, report=self._participant.report(), incarnation=self.incarnation
+        )
 
     def _close_for(self, request: PrepareRequest, deadline: float) -> OpenCheckpoint:
         opened = OpenCheckpoint(
@@ -243,7 +256,9 @@ class Control:
         deadline = self._deadline(request)
         opened = self._require_open(request)
         self._renew(opened, deadline)
-        return RenewReply(lease_expires_at=self._on_wall(opened.lease_expires))
+        return RenewReply(
+            lease_expires_at=self._on_wall(opened.lease_expires), incarnation=self.incarnation
+        )
 
     # -- commit -------------------------------------------------------------------------------
 
@@ -276,7 +291,9 @@ class Control:
             opened.commit = Job.start(
                 self._nursery,
                 "commit",
-                lambda: commit_once(self._participant, self._archive, opened, request),
+                lambda: commit_once(
+                    self._participant, self._archive, opened, request, self.incarnation
+                ),
             )
         self._renew(opened, deadline)
         return await opened.commit.wait(deadline)
@@ -329,34 +346,19 @@ class Control:
         return opened
 
     async def _restore(self, opened: OpenCheckpoint, request: RestoreRequest) -> RestoreReply:
-        restored = tuple(sorted(e.next_capture_key for e in request.episode_ids))
         try:
-            loaded = await self._archive.read(
-                request.checkpoint_dir,
-                kind=self._participant.kind,
-                instance=self._participant.instance,
-                scope=keys_of(request.episode_ids),
+            reply = await restore_once(
+                self._participant, self._archive, opened, request, self.incarnation
             )
-            if opened.resumed:
-                raise CheckpointError("a resume came before the restore")
-            self._participant.check_installable()
-            await self._participant.install(
-                loaded.records, request.episode_ids, execution_epoch=request.execution_epoch
-            )
-            opened.advance(Step.RESTORE)
+            # Still the instant in which it was restored.
             self._awaiting_restore = False
+            return reply
         except GymtrioError:
             self._drop(opened)
             raise
         finally:
-            if opened.resumed and opened.undo is None:
+            if opened.resumed and not opened.taken_back:
                 self._drop(opened)
-        LOG.info("checkpoint %s: restored %d", opened.checkpoint_id, len(request.episode_ids))
-        return RestoreReply(
-            phase=Phase.RESTORED.value,
-            source_checkpoint_id=loaded.checkpoint_id,
-            restored=restored,
-        )
 
     # -- resume -------------------------------------------------------------------------------
 
@@ -371,10 +373,15 @@ class Control:
                 stopped has not ended, and the resume is complete but for that.
             CheckpointConflict: another checkpoint or controller holds.
             InvalidPhase: the server waits for a restore, and this would fence it (HARD-6).
+            StaleCheckpoint: it was a restore, and what it had installed was taken back.
+            GymtrioError: what was restored could not be freed; the gate stays closed, and the same
+                resume tries again.
 
         Cancelled: either nothing changed, or the resume completes by itself.
         """
         deadline = self._deadline(request)
+        if self._resumed.taken_back(request.checkpoint_id) and not request.undo_restore:
+            raise StaleCheckpoint(f"{request.checkpoint_id} was not resumed in time and is undone")
         opened = self._open
         if opened is None:
             self._resume_unopened(request)
@@ -396,15 +403,19 @@ class Control:
             self._end(opened)
         LOG.info("checkpoint %s: resumed", request.checkpoint_id)
         await self._wait_stopped(request.checkpoint_id, deadline)
-        return ResumeReply(phase=Phase.IDLE.value, idempotent=opened is None)
+        if opened is not None and opened.undo is not None and opened.undo.error is not None:
+            raise opened.undo.error
+        return ResumeReply(
+            phase=Phase.IDLE.value, idempotent=opened is None, incarnation=self.incarnation
+        )
 
     def _take_back(self, opened: OpenCheckpoint) -> None:
         """Begin to undo a restore: the id is fenced at once, the gate opens when it is undone."""
-        opened.resumed = True
+        opened.resumed = opened.taken_back = True
         opened.stop_jobs()
-        if opened.undo is None:
+        if opened.undo is None or opened.undo.error is not None:
             opened.undo = Job.start(self._nursery, "undo", lambda: self._undo_restore(opened))
-            self._resumed.add(opened.checkpoint_id, [opened.undo])
+            self._resumed.add(opened.checkpoint_id, [opened.undo], taken_back=True)
 
     async def _undo_restore(self, opened: OpenCheckpoint) -> None:
         """Nothing of the replacements was admitted, so dropping them leaves nothing to refuse."""
@@ -416,6 +427,7 @@ class Control:
 
     def _resume_unopened(self, request: ResumeRequest) -> None:
         if self._awaiting_restore and request.start_afresh:
+            self._participant.refuse(request.episode_ids)
             self._awaiting_restore = False
             self._participant.open()
         elif (
@@ -504,8 +516,13 @@ class Control:
         await watch_lease(lambda: self._open, self._lease_changed, self._expire)
 
     def _expire(self, opened: OpenCheckpoint) -> None:
-        LOG.warning("checkpoint %s: lease expired", opened.checkpoint_id)
-        self._end(opened)
+        """A restore without its resume is none: other servers may have failed it (COORD-3)."""
+        of = {"checkpoint": opened.checkpoint_id, "phase": self.phase.value}
+        LOG.warning("checkpoint %s: lease expired", opened.checkpoint_id, extra=of)
+        if opened.restore is None or (opened.resumed and not opened.taken_back):
+            self._end(opened)
+        else:
+            self._take_back(opened)
 
     # -- shared -------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ import trio
 
 from gymtrio.background import open_background
 from gymtrio.checkpoint.held import HeldCheckpoint
+from gymtrio.checkpoint.incarnations import Incarnations
 from gymtrio.checkpoint.members import (
     ControlChannel,
     Failed,
@@ -25,6 +26,7 @@ from gymtrio.checkpoint.members import (
     NoPolicyModel,
     NotPrepared,
     Prepared,
+    Replaced,
     everywhere,
 )
 from gymtrio.errors import GymtrioError, PeerRefused, TransportError
@@ -91,6 +93,7 @@ async def open_coordination(
         NoPolicyModel: there is none.
     """
     members: list[Member] = []
+    incarnations = Incarnations()
     failures: dict[str, GymtrioError] = {}
     deadline = trio.current_time() + discovery_timeout_s
 
@@ -102,6 +105,7 @@ async def open_coordination(
             return
         if status is not None:
             members.append(Member(server, Kind(status.kind), status.instance))
+            incarnations.know(server, status.incarnation)
 
     async with trio.open_nursery() as nursery:
         for server in servers:
@@ -114,7 +118,13 @@ async def open_coordination(
             "and checkpoint_policy set?"
         )
     members.sort(key=lambda member: (PREPARE_ORDER.index(member.kind), member.server))
-    yield Controller(tuple(members), channel, wall_clock=wall_clock, nonce=randomness.hex(16))
+    yield Controller(
+        tuple(members),
+        channel,
+        wall_clock=wall_clock,
+        nonce=randomness.hex(16),
+        incarnations=incarnations,
+    )
 
 
 async def _status_or_absent(
@@ -149,17 +159,25 @@ class Controller:
         *,
         wall_clock: WallClock,
         nonce: str,
+        incarnations: Incarnations,
     ) -> None:
         self.members = members
         self.nonce = nonce
         """Tells this controller from another that uses the same checkpoint id (HARD-5)."""
         self._channel = channel
         self._wall_clock = wall_clock
+        self._incarnations = incarnations
         self._restores = count(1)
 
     def restricted_to(self, members: tuple[Member, ...]) -> Controller:
         """The same controller for some of the members, to look into what depends on which."""
-        some = Controller(members, self._channel, wall_clock=self._wall_clock, nonce=self.nonce)
+        some = Controller(
+            members,
+            self._channel,
+            wall_clock=self._wall_clock,
+            nonce=self.nonce,
+            incarnations=self._incarnations,
+        )
         # No two restores of one controller may have the same hold or epoch.
         some._restores = self._restores
         return some
@@ -180,18 +198,21 @@ class Controller:
         """Close and wait, stage by stage; stops at the first stage that is not ready (COORD-2).
 
         Raises:
-            Failed: a participant refused or could not be reached. Nothing is resumed here.
+            Failed: a participant refused, could not be reached, or is `Replaced`. Nothing is resumed
+                here.
         """
         deadline = trio.current_time() + timeout_s
         request = self._request(PrepareRequest, checkpoint_id, timeout_s)
         reports: dict[str, Report] = {}
+        incarnations: dict[str, str | None] = {}
         for kind in PREPARE_ORDER:
             stage = [member for member in self.members if member.kind is kind]
             replies = await self._send("prepare", stage, request, deadline, PrepareReply)
             reports |= {server: reply.report for server, reply in replies.items()}
+            incarnations |= {server: reply.incarnation for server, reply in replies.items()}
             if any(reply.phase != Phase.PREPARED.value for reply in replies.values()):
-                return Prepared(False, reports)
-        return Prepared(True, reports)
+                return Prepared(False, reports, incarnations)
+        return Prepared(True, reports, incarnations)
 
     async def commit(
         self,
@@ -220,15 +241,17 @@ class Controller:
         deadline = trio.current_time() + timeout_s
         return await self._send("commit", self.members, request, deadline, CommitReply)
 
-    async def renew(self, checkpoint_id: CheckpointId, *, timeout_s: float) -> None:
+    async def renew(
+        self, checkpoint_id: CheckpointId, *, timeout_s: float
+    ) -> dict[str, RenewReply]:
         """Extend every lease.
 
         Raises:
-            Failed: at least one participant does not hold the checkpoint any more.
+            Failed: at least one participant does not hold the checkpoint any more, or is `Replaced`.
         """
         request = self._request(RenewRequest, checkpoint_id, timeout_s)
         deadline = trio.current_time() + timeout_s
-        await self._send("renew", self.members, request, deadline, RenewReply)
+        return await self._send("renew", self.members, request, deadline, RenewReply)
 
     async def resume(self, checkpoint_id: CheckpointId, *, timeout_s: float) -> None:
         """Let everything go on, callees first, through failures (COORD-2).
@@ -239,19 +262,44 @@ class Controller:
         request = self._request(ResumeRequest, checkpoint_id, timeout_s)
         await self._resume_with(request, timeout_s)
 
-    async def start_afresh(self, *, timeout_s: float) -> None:
-        """Open servers that wait to be restored, without restoring anything (HARD-3)."""
-        request = self._request(
-            ResumeRequest,
-            CheckpointId(f"afresh-{self.nonce[:16]}"),
-            timeout_s,
-            start_afresh=True,
-        )
-        await self._resume_with(request, timeout_s)
+    async def start_afresh(self, given_up: Iterable[EpisodeId], *, timeout_s: float) -> None:
+        """Open servers that wait to be restored, without restoring anything (HARD-3).
 
-    async def _resume_with(self, request: ResumeRequest, timeout_s: float) -> None:
+        They know of no attempt that ran before, so they cannot refuse what is not named here. What is
+        named is refused from the instant of opening, and retired at servers that were open (I11).
+
+        Args:
+            given_up: the last attempt of every rollout that was begun and is not finished; what is
+                run from now on are later ones. Empty: nothing ever ran.
+
+        Raises:
+            Failed: naming who has not opened, or not retired; the same call may be made again.
+        """
+        name = CheckpointId(f"afresh-{self.nonce[:16]}")
+        attempts = tuple(given_up)
+        request = self._request(
+            ResumeRequest, name, timeout_s, start_afresh=True, episode_ids=attempts
+        )
+        deadline = trio.current_time() + timeout_s
+        opened = await self._resume_with(request, timeout_s)
+        if attempts:
+            await self.retire(name, attempts, timeout_s=deadline - trio.current_time())
+        for server, reply in opened.items():
+            self._incarnations.know(server, reply.incarnation)
+
+    def accept_replaced(self, replaced: Replaced) -> None:
+        """Count on a server that has lost its past, from now on (HARD-13).
+
+        Retire the rollouts that lived there first: whatever they had there is missing in every
+        checkpoint, and nobody will tell again.
+        """
+        self._incarnations.know(replaced.server, replaced.found)
+
+    async def _resume_with(
+        self, request: ResumeRequest, timeout_s: float
+    ) -> dict[str, ResumeReply]:
         order = [(kind,) for kind in reversed(PREPARE_ORDER)]
-        await self._through_failures("resume", order, request, timeout_s, ResumeReply)
+        return await self._through_failures("resume", order, request, timeout_s, ResumeReply)
 
     async def restore(
         self,
@@ -274,8 +322,8 @@ class Controller:
         Raises:
             Failed: `operation` "restore": nothing was restored, and what some had installed is
                 undone: they are as before, so the same checkpoint can be restored again. "resume":
-                everything is restored, and the servers named have not opened; the others go on.
-                The cause is the first failure.
+                everything was restored, and the servers named have not opened, or have undone it when
+                their lease ended; the others go on. The cause is the first failure.
 
         Cancelled: before everything is restored, nothing is; later, like a failed resume.
         """
@@ -296,6 +344,8 @@ class Controller:
         except BaseException:
             await self._resume_quietly(hold, timeout_s, undo_restore=True)
             raise
+        for server, reply in replies.items():
+            self._incarnations.know(server, reply.incarnation)
         await self.resume(hold, timeout_s=max(RESUME_S_MIN, deadline - trio.current_time()))
         return replies
 
@@ -333,21 +383,23 @@ class Controller:
         request: ControlRequest,
         timeout_s: float,
         cls: type[R],
-    ) -> None:
+    ) -> dict[str, R]:
         """Do it stage by stage, without letting one member that is away hold up the others.
 
-        A stage that has not answered within `STAGE_PATIENCE_S` is still asked until the deadline, but
-        the next one does not wait for it.
+        What has not answered within `STAGE_PATIENCE_S` of the beginning is still asked until the
+        deadline, but the stages after it do not wait for it: the order saves waiting, no more.
 
         Raises:
             Failed: at the end, with every failure.
         """
+        replies: dict[str, R] = {}
         failures: dict[str, GymtrioError] = {}
         deadline = trio.current_time() + timeout_s
+        patience_ends = trio.current_time() + STAGE_PATIENCE_S
 
         async def ask(stage: Sequence[Member], answered: trio.Event) -> None:
             try:
-                await self._send(operation, stage, request, deadline, cls)
+                replies.update(await self._send(operation, stage, request, deadline, cls))
             except Failed as failed:
                 failures.update(failed.failures)
             answered.set()
@@ -357,10 +409,11 @@ class Controller:
                 stage = [member for member in self.members if member.kind in kinds]
                 answered = trio.Event()
                 nursery.start_soon(ask, stage, answered)
-                with trio.move_on_after(STAGE_PATIENCE_S):
+                with trio.move_on_at(patience_ends):
                     await answered.wait()
         if failures:
             raise Failed(operation, failures) from next(iter(failures.values()))
+        return replies
 
     # -- the whole of a checkpoint ------------------------------------------------------------
 
@@ -447,16 +500,24 @@ class Controller:
         deadline: float,
         cls: type[R],
     ) -> R:
-        """Send one call, again after a lost connection: the same id makes that safe (COORD-6)."""
+        """Send one call, again after a lost connection: the same id makes that safe (COORD-6).
+
+        Raises:
+            Replaced: what is to be published would lack what another process held.
+        """
         assert REPLIES[operation] is cls
         while True:
             try:
                 plain = await self._channel.call(member.server, operation, request, deadline)
-                return reply_from_plain(cls, plain)
+                break
             except TransportError:
                 if trio.current_time() + CONTROL_RETRY_DELAY_S >= deadline:
                     raise
                 await trio.sleep(CONTROL_RETRY_DELAY_S)
+        reply = reply_from_plain(cls, plain)
+        if isinstance(reply, PrepareReply | RenewReply | CommitReply):
+            self._incarnations.check(member.server, reply.incarnation)
+        return reply
 
 
 def _restore_hold(checkpoint_id: CheckpointId, nonce: str) -> CheckpointId:

@@ -9,6 +9,7 @@ import attrs
 import trio
 
 from gymtrio.checkpoint.control import Control
+from gymtrio.context import CheckpointWork, checkpoint_context
 from gymtrio.errors import InvalidRequest, NotFound
 from gymtrio.ids import EpisodeId
 from gymtrio.storage.slices import LoopSlice
@@ -45,11 +46,17 @@ def parse_request(operation: str, body: bytes) -> ControlRequest:
         raise InvalidRequest(str(error)) from None
 
 
-async def read_request(operation: str, body: bytes) -> ControlRequest:
-    """As `parse_request`, with a scope of thousands read in slices of the loop (STO-5)."""
+async def read_request(
+    operation: str, body: bytes, to_plain: Callable[[bytes], object] = json_to_plain
+) -> ControlRequest:
+    """As `parse_request`, with a scope of thousands read in slices of the loop (STO-5).
+
+    Args:
+        to_plain: of the body's encoding; raises `MalformedValue`.
+    """
     cls = _class_of(operation)
     try:
-        plain = json_to_plain(body)
+        plain = to_plain(body)
         scope = plain.get(_SCOPE) if isinstance(plain, dict) else None
         if not isinstance(plain, dict) or not isinstance(scope, list):
             return structure(cls, plain)
@@ -91,4 +98,6 @@ async def perform(control: Control, operation: str, request: ControlRequest) -> 
 
     Cancelled: what outlives the call is owned by the participant, see each operation.
     """
-    return await _OPERATIONS[operation](control, request)
+    work = CheckpointWork(request.checkpoint_id, lambda: control.phase.value)
+    with checkpoint_context(work):
+        return await _OPERATIONS[operation](control, request)

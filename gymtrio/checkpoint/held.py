@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import trio
 
+from gymtrio.checkpoint.incarnations import check_unchanged
 from gymtrio.checkpoint.members import Failed, LeaseNotProven, Prepared
 from gymtrio.ids import CheckpointId, EpisodeId
-from gymtrio.wire.control import CommitReply
+from gymtrio.wire.control import CommitReply, RenewReply
 
 LOG = logging.getLogger(__name__)
 
@@ -28,7 +29,9 @@ class Holder(Protocol):
         stop: bool = False,
     ) -> dict[str, CommitReply]: ...
 
-    async def renew(self, checkpoint_id: CheckpointId, *, timeout_s: float) -> None: ...
+    async def renew(
+        self, checkpoint_id: CheckpointId, *, timeout_s: float
+    ) -> Mapping[str, RenewReply]: ...
 
 
 class HeldCheckpoint:
@@ -55,14 +58,20 @@ class HeldCheckpoint:
         timeout_s: float | None = None,
         stop: bool = False,
     ) -> dict[str, CommitReply]:
-        """See `Controller.commit`."""
-        return await self._controller.commit(
+        """See `Controller.commit`.
+
+        Raises:
+            Failed: also when another process has answered than has prepared (HARD-13).
+        """
+        replies = await self._controller.commit(
             self.checkpoint_id,
             self.directory,
             episode_ids,
             timeout_s=timeout_s or self._timeout_s,
             stop=stop,
         )
+        check_unchanged("commit", self.prepared.incarnations, replies)
+        return replies
 
     async def prove_held(self, *, margin_s: float = 1.0) -> float:
         """Prove that every participant still holds, so that publishing is safe (HARD-2).
@@ -74,11 +83,12 @@ class HeldCheckpoint:
             Until when the hold is proven, on trio's clock.
 
         Raises:
-            LeaseNotProven: a participant let go, or the answer came too late.
+            LeaseNotProven: a participant let go or was replaced, or the answer came too late.
         """
         proven_until = trio.current_time() + self._timeout_s - margin_s
         try:
-            await self._controller.renew(self.checkpoint_id, timeout_s=self._timeout_s)
+            replies = await self._controller.renew(self.checkpoint_id, timeout_s=self._timeout_s)
+            check_unchanged("renew", self.prepared.incarnations, replies)
         except Failed as failed:
             raise LeaseNotProven(str(failed)) from failed
         if trio.current_time() >= proven_until:

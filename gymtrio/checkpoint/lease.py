@@ -8,6 +8,7 @@ import trio
 
 from gymtrio.checkpoint.opened import OpenCheckpoint
 from gymtrio.episodes.signal import Signal
+from gymtrio.limits import CLEANUP_S_MAX
 
 
 async def watch_lease(
@@ -20,7 +21,7 @@ async def watch_lease(
     Args:
         opened_now: the checkpoint that is open.
         changed: rung when another one is.
-        expire: resumes it, in one instant.
+        expire: begins to end it, in one instant; again while it has not ended.
     """
     while True:
         opened = opened_now()
@@ -36,4 +37,6 @@ async def watch_lease(
             await opened.publication.ended.wait()
             continue
         expire(opened)
-        await opened.ended.wait()
+        # What it takes back may fail to be freed, and is tried again.
+        with trio.move_on_after(CLEANUP_S_MAX):
+            await opened.ended.wait()

@@ -65,6 +65,19 @@ class Failed(CoordinationError):
         super().__init__(f"{operation} failed at {told}")
 
 
+class Replaced(CoordinationError):
+    """A participant is another process than the controller counts on, without that one's past.
+
+    Retire what lived there, then `Controller.accept_replaced`; or restore (HARD-13).
+    """
+
+    def __init__(self, server: str, known: str, found: str) -> None:
+        self.server = server
+        self.known = known
+        self.found = found
+        super().__init__(f"{server} was replaced: {found} answers where {known} was")
+
+
 class LeaseNotProven(CoordinationError):
     """Not every participant confirmed its hold in time: the checkpoint must not be published."""
 
@@ -86,6 +99,8 @@ class Prepared:
     ready: bool
     reports: dict[str, Report]
     """By server, of the stages that were asked."""
+    incarnations: dict[str, str | None] = attrs.field(factory=dict)
+    """By server: who has prepared."""
 
     @property
     def blocking(self) -> dict[str, Report]:

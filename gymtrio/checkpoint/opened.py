@@ -69,6 +69,8 @@ class OpenCheckpoint:
     restore: Job[RestoreReply] | None = None
     undo: Job[None] | None = None
     """Takes back what the restore installed; ends the checkpoint itself."""
+    taken_back: bool = False
+    """Only its undo ends it, whatever comes."""
     awaited: bool = False
     """The server waited to be restored when this began."""
     scope: tuple[EpisodeId, ...] = ()

@@ -14,8 +14,28 @@ import attrs
 from gymtrio.episodes.admission import Admission
 from gymtrio.episodes.signal import Signal
 from gymtrio.ids import CaptureKey, CheckpointId, EpisodeId, RolloutId
-from gymtrio.storage.records import Record
+from gymtrio.storage.records import Identity, Record
+from gymtrio.storage.writer import WrittenPart
 from gymtrio.wire.control import Kind, Report
+
+
+class WriteElsewhere(Protocol):
+    """Writes parts of a checkpoint in other processes."""
+
+    async def __call__(self, checkpoint_dir: str, identity: Identity) -> Sequence[WrittenPart]:
+        """
+        Args:
+            checkpoint_dir: as the controller named it; each process checks it for itself.
+
+        Returns:
+            Durable parts, which the caller must publish or remove.
+
+        Raises:
+            CheckpointError: one could not be written; none remains.
+
+        Cancelled: none remains, but for what a process holds that does not answer.
+        """
+        ...
 
 
 @attrs.frozen(kw_only=True)
@@ -34,6 +54,10 @@ class Export:
     """JSON for the manifest, such as an engine's fingerprint."""
     reply_fields: dict[str, object] = attrs.field(factory=dict)
     """JSON that the commit reply adds, such as `staging_keys`."""
+    section: str | None = None
+    """Of the records here, where other processes write parts of their own."""
+    write_elsewhere: WriteElsewhere | None = None
+    """Has other processes write their parts, in other sections (STO-6)."""
 
 
 @attrs.frozen(kw_only=True)
@@ -100,7 +124,22 @@ class Participant(Protocol):
         ...
 
     async def release(self, episode_ids: Sequence[EpisodeId]) -> None:
-        """Free restored, unclaimed state, leaving no refusal behind (CTL-13)."""
+        """Free restored, unclaimed state, leaving no refusal behind (CTL-13).
+
+        Raises:
+            GymtrioError: some could not be freed, and stays restored.
+        """
+        ...
+
+    async def free_outside(self, episode_ids: Sequence[CaptureKey]) -> None:
+        """The deployment ends: free what the exported state of these holds outside the process.
+
+        Called when their state is durable, at a commit with `stop` (CTL-13). A restore begins from
+        that state: whatever it needs stays.
+
+        Raises:
+            GymtrioError: it is logged, and the commit stands.
+        """
         ...
 
     def check_installable(self) -> None:

@@ -8,7 +8,9 @@ nothing.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Final, TypeAlias
 
 from quart import Blueprint, Response, request
 
@@ -19,9 +21,28 @@ from gymtrio.errors import NotFound, Refusal, TooLarge, Unauthorized
 from gymtrio.limits import CONTROL_BODY_BYTES_MAX
 from gymtrio.wire.control import CONTROL_PREFIX, reply_to_plain
 
+STATUS: Final = "status"
+
+
+ServeControl: TypeAlias = Callable[[str, bytes], Awaitable[bytes]]
+"""Operation (`status` too) and JSON body to the JSON of the reply; raises `Refusal`."""
+
 
 def control_blueprint(control: Control, is_token: Callable[[str], bool]) -> Blueprint:
-    """Make the routes of one participant.
+    """Make the routes of one participant; see `serving_blueprint`."""
+    return serving_blueprint(partial(serve_control, control), is_token)
+
+
+async def serve_control(control: Control, operation: str, body: bytes) -> bytes:
+    """Serve one control call; see `ServeControl`."""
+    if operation == STATUS:
+        return _dump(reply_to_plain(control.status()))
+    message = await read_request(operation, body)
+    return _dump(reply_to_plain(await perform(control, operation, message)))
+
+
+def serving_blueprint(serve: ServeControl, is_token: Callable[[str], bool]) -> Blueprint:
+    """Make the routes of a participant, wherever it is.
 
     Args:
         is_token: compares a presented token with the configured one in constant time.
@@ -36,13 +57,21 @@ def control_blueprint(control: Control, is_token: Callable[[str], bool]) -> Blue
 
     @blueprint.get("/status")
     async def status() -> Response:
-        return _json(reply_to_plain(control.status()))
+        return await answer(STATUS, b"")
 
     @blueprint.post("/<operation>")
     async def operate(operation: str) -> Response:
+        if operation == STATUS:
+            return refuse(NotFound("no control route POST 'status'"))
         try:
-            message = await read_request(operation, await read_control_body())
-            return _json(reply_to_plain(await perform(control, operation, message)))
+            body = await read_control_body()
+        except Refusal as refusal:
+            return refuse(refusal)
+        return await answer(operation, body)
+
+    async def answer(operation: str, body: bytes) -> Response:
+        try:
+            return _respond(await serve(operation, body))
         except Refusal as refusal:
             return refuse(refusal)
 
@@ -75,7 +104,13 @@ def refuse(refusal: Refusal) -> Response:
 
 
 def _json(value: object, status: int = 200) -> Response:
+    return _respond(_dump(value), status)
+
+
+def _dump(value: object) -> bytes:
     # Not Quart's provider: it sorts keys and may emit what is not ASCII.
-    return Response(
-        json.dumps(value, separators=(",", ":")), status=status, content_type="application/json"
-    )
+    return json.dumps(value, separators=(",", ":")).encode("ascii")
+
+
+def _respond(body: bytes, status: int = 200) -> Response:
+    return Response(body, status=status, content_type="application/json")

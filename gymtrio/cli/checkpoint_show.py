@@ -60,8 +60,8 @@ def _print(loaded: LoadedCheckpoint, *, records: bool) -> None:
     where = {"kind": loaded.manifest.kind, "instance": loaded.manifest.instance}
     print(json.dumps({"manifest": manifests.to_json(loaded.manifest)}))
     if records:
-        for key in sorted(loaded.records):
-            print(json.dumps(where | record_to_json(loaded.records[key])))
+        for record in loaded.every_record():
+            print(json.dumps(where | record_to_json(record)))
 
 
 COMMANDS = (

@@ -18,6 +18,7 @@ from gymtrio.cli.command import Command
 from gymtrio.errors import HostError, SettingsError
 
 ROLLOUTS_MAX: Final = 64
+POLICY_WORKERS_MAX: Final = 8
 _NEEDED: Final = {"rich": "rich", "gymnasium": "gymnasium", "cyllama": "cyllama", "numpy": "numpy"}
 
 
@@ -33,6 +34,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed", type=int, default=7, help="of the sampling (default: %(default)s)"
     )
     parser.add_argument(
+        "--policy-workers",
+        type=int,
+        default=2,
+        metavar="N",
+        help="processes that serve the policy model (default: %(default)s)",
+    )
+    parser.add_argument(
         "--keep",
         type=Path,
         metavar="DIRECTORY",
@@ -45,6 +53,10 @@ def _run(arguments: argparse.Namespace) -> int:
         raise SettingsError(f"--rollouts {arguments.rollouts}: expected 1..{ROLLOUTS_MAX}")
     if arguments.kill_at is not None and arguments.kill_at < 1:
         raise SettingsError(f"--kill-at {arguments.kill_at}: expected 1 or more")
+    if not 1 <= arguments.policy_workers <= POLICY_WORKERS_MAX:
+        raise SettingsError(
+            f"--policy-workers {arguments.policy_workers}: expected 1..{POLICY_WORKERS_MAX}"
+        )
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise HostError(f"the demo needs {', '.join(missing)}: pip install 'gymtrio[demo]'")
@@ -73,6 +85,7 @@ def _show(arguments: argparse.Namespace, directory: Path) -> int:
             seed=arguments.seed,
             kill_at=arguments.kill_at,
             watcher=screen,
+            policy_workers=arguments.policy_workers,
         )
         outcome = trio.run(scenario.run)
     console.print(rollout_table(outcome))

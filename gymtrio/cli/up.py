@@ -29,7 +29,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run-dir",
         type=Path,
-        help=f"for logs and state; default: {RUN_DIR_DEFAULT}/<name of the file>",
+        help=f"for logs; default: {RUN_DIR_DEFAULT}/<name of the file>",
     )
 
 

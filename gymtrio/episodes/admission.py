@@ -11,23 +11,17 @@ may have closed the gate before it ran (STEP-2).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Set
+from collections.abc import Awaitable, Collection
+from functools import partial
 from itertools import islice
 
-import attrs
 import trio
 
 from gymtrio.episodes.fences import Fences
 from gymtrio.episodes.signal import Signal
-from gymtrio.errors import AdmissionClosed
-from gymtrio.ids import EpisodeId, RolloutId
+from gymtrio.errors import AdmissionClosed, Unavailable
+from gymtrio.ids import EpisodeId
 from gymtrio.limits import WAKE_SLICE_TASKS
-
-
-@attrs.define(eq=False)
-class _Waiter:
-    episode_id: EpisodeId | None
-    task: trio.lowlevel.Task
 
 
 class Admission:
@@ -41,8 +35,11 @@ class Admission:
         self.fences = Fences()
         self._closed = closed
         # A dict for its order: first come, first served.
-        self._waiters: dict[_Waiter, None] = {}
+        self._waiters: dict[trio.lowlevel.Task, EpisodeId | None] = {}
         self._opened = Signal()
+        self._ended: str | None = None
+        self._untold = 0
+        """Waiters that were there when it ended, and have not been woken since."""
 
     @property
     def closed(self) -> bool:
@@ -61,23 +58,33 @@ class Admission:
         self._closed = False
         self._opened.notify()
 
-    def refuse(self, episode_ids: Iterable[EpisodeId]) -> None:
+    def end(self, why: str) -> None:
+        """From now on refuse who would have to wait, and wake who waits already: the server stops.
+
+        Work that is inside and parks (`wait_open`) goes on waiting.
+        """
+        self._ended = why
+        self._untold = len(self._waiters)
+        self._opened.notify()
+
+    def refuse(self, episode_ids: Collection[EpisodeId]) -> None:
         """Raise the fences and wake the waiters that they refuse."""
-        rollout_ids = set()
         for episode_id in episode_ids:
             self.fences.refuse(episode_id)
-            rollout_ids.add(episode_id.rollout_id)
-        self._wake_those_of(rollout_ids)
+        self._wake_those_of(episode_ids)
 
     def supersede(self, episode_ids: Collection[EpisodeId], epoch: str | None) -> None:
         """As `refuse`, at a restore: the next attempts are executions of this epoch (HARD-11)."""
         self.fences.supersede(episode_ids, epoch)
-        self._wake_those_of({episode_id.rollout_id for episode_id in episode_ids})
+        self._wake_those_of(episode_ids)
 
-    def _wake_those_of(self, rollout_ids: Set[RolloutId]) -> None:
-        for waiter in list(self._waiters):
-            if waiter.episode_id is not None and waiter.episode_id.rollout_id in rollout_ids:
-                self._wake(waiter)
+    def _wake_those_of(self, episode_ids: Collection[EpisodeId]) -> None:
+        if not self._waiters:
+            return
+        rollout_ids = {episode_id.rollout_id for episode_id in episode_ids}
+        for task, episode_id in list(self._waiters.items()):
+            if episode_id is not None and episode_id.rollout_id in rollout_ids:
+                self._wake(task)
 
     async def enter(
         self, episode_id: EpisodeId | None, *, epoch: str | None = None, refuse: bool = False
@@ -91,6 +98,7 @@ class Admission:
         Raises:
             StaleAttempt: the attempt or its execution is refused, before the wait or since.
             AdmissionClosed: `refuse` was asked for and the gate is closed.
+            Unavailable: the gate is closed and has ended.
 
         Cancelled: nothing was entered.
         """
@@ -102,6 +110,8 @@ class Admission:
                 return
             if refuse:
                 raise AdmissionClosed("a checkpoint is open and the caller asked not to wait")
+            if self._ended is not None:
+                raise Unavailable(self._ended)
             await self._park(episode_id)
 
     async def wait_open(self) -> None:
@@ -110,28 +120,30 @@ class Admission:
             await self._park(None)
 
     async def run(self) -> None:
-        """Wake waiters in slices while the gate is open; belongs into the owner's nursery.
+        """Wake waiters in slices when the gate is open or has ended; belongs to the owner's nursery.
 
         A batch of woken tasks runs whole before the loop looks at I/O again, so thousands at once
         would stall it.
         """
         while True:
-            while self._waiters and not self._closed:
-                for waiter in list(islice(self._waiters, WAKE_SLICE_TASKS)):
-                    self._wake(waiter)
+            while self._waiters and (self._untold > 0 or not self._closed):
+                for task in list(islice(self._waiters, WAKE_SLICE_TASKS)):
+                    self._wake(task)
+                # Who parks again stands at the end of the line.
+                self._untold -= WAKE_SLICE_TASKS
                 await trio.lowlevel.checkpoint()
             await self._opened.wait()
 
-    async def _park(self, episode_id: EpisodeId | None) -> None:
-        waiter = _Waiter(episode_id, trio.lowlevel.current_task())
-        self._waiters[waiter] = None
+    def _park(self, episode_id: EpisodeId | None) -> Awaitable[object]:
+        task = trio.lowlevel.current_task()
+        self._waiters[task] = episode_id
+        # Thousands park here: neither a coroutine nor a function of its own for each of them.
+        return trio.lowlevel.wait_task_rescheduled(partial(self._leave, task))  # noqa: ASYNC105
 
-        def abort(_: object) -> trio.lowlevel.Abort:
-            self._waiters.pop(waiter, None)
-            return trio.lowlevel.Abort.SUCCEEDED
+    def _leave(self, task: trio.lowlevel.Task, _: object) -> trio.lowlevel.Abort:
+        self._waiters.pop(task, None)
+        return trio.lowlevel.Abort.SUCCEEDED
 
-        await trio.lowlevel.wait_task_rescheduled(abort)
-
-    def _wake(self, waiter: _Waiter) -> None:
-        del self._waiters[waiter]
-        trio.lowlevel.reschedule(waiter.task)
+    def _wake(self, task: trio.lowlevel.Task) -> None:
+        del self._waiters[task]
+        trio.lowlevel.reschedule(task)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Mapping
+from itertools import islice
 
 import attrs
 import trio
@@ -24,16 +24,21 @@ class Blocker:
     """On trio's clock."""
 
 
-def report_of(blockers: Iterable[Blocker], counts: Mapping[str, int]) -> Report:
-    """List the blockers once, at most 100 of them, those of the smallest ids first."""
-    found = list(blockers)
-    listed = heapq.nsmallest(BLOCKERS_LISTED_MAX, found, key=lambda b: (b.episode_id, b.since))
+def report_of(count: int, blockers: Iterable[Blocker], counts: Mapping[str, int]) -> Report:
+    """List the blockers once, at most 100 of them, in order of their ids.
+
+    Args:
+        count: how many there are.
+        blockers: made while they are taken, and no more of them than are listed: the first ones, since
+            of thousands a controller can only be told where to begin (I33).
+    """
+    listed = sorted(islice(blockers, BLOCKERS_LISTED_MAX), key=lambda b: (b.episode_id, b.since))
     now = trio.current_time()
     return Report(
-        ready=not found,
+        ready=not count,
         blockers=tuple(b.episode_id.capture_key for b in listed),
-        blocker_count=len(found),
-        counts={**counts, "blocking": len(found)},
+        blocker_count=count,
+        counts={**counts, "blocking": count},
         details=tuple(
             BlockerDetail(
                 blocker=b.episode_id.capture_key,

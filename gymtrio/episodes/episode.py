@@ -9,7 +9,8 @@
     parked       stays                no               the boundary where it parks
     finishing    is waited for        yes              -
 
-- E1 `Episodes.blocking` is the number of live episodes whose state blocks, at every instant.
+- E1 `Episodes.blocking` counts the live episodes whose state blocks, and those are the ones that
+  `Episodes.blockers` gives, at every instant.
 - E2 Leaving `Episodes.run` proves that nothing of the episode runs any more.
 - E3 Between a boundary and the next, everything that must not be lost or repeated happens inside a wait
   step; and no replay step follows a wait step without a boundary between them, because its export
@@ -76,7 +77,7 @@ class Episode:
         self.continuation = boundary
         """Where the body is to continue; None: from its input."""
         self.state = EpisodeState.RUNNING
-        self.since = trio.current_time()
+        self.since = owner.now()
         self.doing = "starting"
         self.last_step: str | None = None
         """What it came to last; None: nothing outside can have changed through it."""
@@ -85,17 +86,14 @@ class Episode:
         self.conclusion: outcome.Value[object] | None = None
         """What its body returns, since it has nothing to do any more; set by `conclude`."""
         self.ended = trio.Event()
+        self.blocks = True
+        """Told to stop but not stopped blocks in every state: it may still reach other servers."""
         self._owner = owner
         self._scope = scope
         self._deadline = PausableDeadline(scope, timeout_s)
         self._boundary = boundary
         self._unrecorded = False
         self._close_cancels: trio.CancelScope | None = None
-
-    @property
-    def blocks(self) -> bool:
-        """Told to stop but not stopped blocks in every state: it may still reach other servers."""
-        return self.state in _BLOCKING or self.stopping is not None
 
     @property
     def abandoned(self) -> bool:
@@ -118,13 +116,14 @@ class Episode:
         """See `Steps.boundary`."""
         self._boundary = state
         self._unrecorded = False
-        await trio.lowlevel.checkpoint_if_cancelled()
-        if self._owner.admission.closed:
-            self._enter(EpisodeState.PARKED, "at a boundary")
-            self._deadline.pause()
-            await self._owner.admission.wait_open()
-            self._deadline.resume()
-            self._enter(EpisodeState.RUNNING, "past a boundary")
+        if not self._owner.admission.closed:
+            await trio.lowlevel.checkpoint_if_cancelled()
+            return
+        self._enter(EpisodeState.PARKED, "at a boundary")
+        self._deadline.pause()
+        await self._owner.admission.wait_open()
+        self._deadline.resume()
+        self._enter(EpisodeState.RUNNING, "past a boundary")
 
     async def conclude(self, answer: object, boundary: object) -> None:
         """Record the last boundary; the body cleans up and returns `answer`, whatever comes.
@@ -201,9 +200,8 @@ class Episode:
         """
         if self.stopping is not None:
             return
-        before = self.blocks
         self.stopping = why
-        self._owner.recount(before, self.blocks)
+        self._recount(True)
         if self.state is not EpisodeState.FINISHING:
             self._scope.cancel()
 
@@ -220,15 +218,18 @@ class Episode:
             self._deadline.resume()
 
     def _enter(self, state: EpisodeState, doing: str) -> None:
-        before = self.blocks
         self.state = state
-        after = self.blocks
-        if before is not after:
-            self._owner.recount(before, after)
-        self.since = trio.current_time()
+        blocks = state in _BLOCKING or self.stopping is not None
+        if blocks is not self.blocks:
+            self._recount(blocks)
+        self.since = self._owner.now()
         self.doing = doing
         if state is EpisodeState.REPLAY_STEP and self._owner.admission.closed:
             self._deadline.pause()
+
+    def _recount(self, blocks: bool) -> None:
+        self.blocks = blocks
+        self._owner.recount(self)
 
     def describe(self) -> str:
         """What it is doing, for a blocker list."""
@@ -248,16 +249,27 @@ class Episodes:
     def __init__(self, admission: Admission, changed: Signal) -> None:
         self.admission = admission
         self.changed = changed
+        # Each change of each of thousands asks: trio's own function looks the clock up every time.
+        self.now = trio.lowlevel.current_clock().current_time
         self.live: dict[str, Episode] = {}
         """By name: the capture key, unless `run` was given another."""
-        self.blocking = 0
-        """Readiness in O(1) (STEP-6)."""
+        self._blocking: dict[Episode, None] = {}
+        """Those that block, in order of when they began to: for a list no others are looked at."""
         self._by_rollout: ByRollout[Episode] = ByRollout()
 
-    def recount(self, before: bool, after: bool) -> None:
-        """Keep E1 across one change of one episode: whether it blocked, and whether it does now."""
-        self.blocking += after - before
-        if before and not after:
+    @property
+    def blocking(self) -> int:
+        """Readiness in O(1) (STEP-6)."""
+        return len(self._blocking)
+
+    def recount(self, episode: Episode) -> None:
+        """Keep E1 across one change of whether an episode blocks."""
+        if episode.blocks:
+            self._blocking[episode] = None
+            return
+        self._blocking.pop(episode, None)
+        # Thousands stop blocking in a row; nobody is ready before the last of them.
+        if not self._blocking:
             self.changed.notify()
 
     async def run(
@@ -323,12 +335,12 @@ class Episodes:
     def _begin(self, name: str, episode: Episode) -> None:
         self.live[name] = episode
         self._by_rollout.add(episode.episode_id, episode)
-        self.blocking += episode.blocks
+        self.recount(episode)
 
     def _end(self, name: str, episode: Episode) -> None:
         del self.live[name]
         self._by_rollout.remove(episode.episode_id, episode)
-        self.blocking -= episode.blocks
+        self._blocking.pop(episode, None)
         episode.ended.set()
         self.changed.notify()
 
@@ -358,12 +370,13 @@ class Episodes:
     def blockers(self) -> Iterator[Blocker]:
         return (
             Blocker(episode.episode_id, episode.describe(), episode.since)
-            for episode in self.live.values()
-            if episode.blocks
+            for episode in self._blocking
         )
 
     def report(self) -> Report:
         """List the blockers, at most 100, by name."""
         return report_of(
-            self.blockers(), {"live": len(self.live), "waiting": self.admission.waiting}
+            self.blocking,
+            self.blockers(),
+            {"live": len(self.live), "waiting": self.admission.waiting},
         )

@@ -30,8 +30,8 @@ class Fences:
 
     def refuse(self, episode_id: EpisodeId) -> None:
         """Refuse this attempt and the earlier ones from now on."""
-        mark = self._refused.get(episode_id.rollout_id, -1)
-        self._refused[episode_id.rollout_id] = max(mark, episode_id.attempt)
+        if episode_id.attempt > self._refused.get(episode_id.rollout_id, -1):
+            self._refused[episode_id.rollout_id] = episode_id.attempt
 
     def supersede(self, episode_ids: Iterable[EpisodeId], epoch: str | None) -> None:
         """Refuse restored attempts; their next ones are executions of this epoch from now on.
@@ -42,9 +42,8 @@ class Fences:
         for episode_id in episode_ids:
             self.refuse(episode_id)
             # Attempts that stand below the mark are refused whatever their epoch: the highest counts.
-            attempt = self._refused[episode_id.rollout_id] + 1
-            if attempt == episode_id.attempt + 1:
-                self._executions[episode_id.rollout_id] = (attempt, epoch)
+            if self._refused[episode_id.rollout_id] == episode_id.attempt:
+                self._executions[episode_id.rollout_id] = (episode_id.attempt + 1, epoch)
 
     def epoch_of(self, episode_id: EpisodeId) -> str | None:
         """The epoch of this attempt's current execution, or None: no restore gave it one."""

@@ -9,7 +9,7 @@ from gymtrio.checkpoint.participant import Settling
 from gymtrio.episodes.admission import Admission
 from gymtrio.episodes.signal import Signal
 from gymtrio.errors import InvalidCheckpointState
-from gymtrio.ids import EpisodeId, RolloutId
+from gymtrio.ids import CaptureKey, EpisodeId, RolloutId
 from gymtrio.storage.records import Record
 from gymtrio.strict import MalformedValue
 from gymtrio.wire.codec import pack, unpack
@@ -40,6 +40,9 @@ class ParticipantBase:
 
     async def settle(self, settling: Settling) -> None:
         """Nothing to do on the way to readiness."""
+
+    async def free_outside(self, episode_ids: Sequence[CaptureKey]) -> None:
+        """Its state holds nothing outside the process."""
 
     def status_fields(self) -> dict[str, object]:
         return {}

@@ -8,24 +8,20 @@ from typing import TypeVar
 import trio
 
 from gymtrio.ids import EpisodeId
-from gymtrio.limits import LOOP_SLICE_S
 from gymtrio.participants.base import read_records
 from gymtrio.storage.records import Record
+from gymtrio.storage.slices import LoopSlice
 
 T = TypeVar("T")
 
 
-class Slices:
+class Slices(LoopSlice):
     """Lets the loop turn every few milliseconds of work that would otherwise hold it."""
-
-    def __init__(self) -> None:
-        self._ends = trio.current_time() + LOOP_SLICE_S
 
     async def turn(self) -> None:
         """Between two items. Cancelled: at most once per slice."""
-        if trio.current_time() >= self._ends:
-            await trio.lowlevel.checkpoint()
-            self._ends = trio.current_time() + LOOP_SLICE_S
+        if self.is_over:
+            await self.pause()
 
 
 async def decode_records(
@@ -45,5 +41,6 @@ async def decode_records(
     records.reverse()
     while records:
         read += read_records(cls, (records.pop(),))
-        await slices.turn()
+        if slices.is_over:
+            await slices.pause()
     return read

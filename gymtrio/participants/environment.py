@@ -1,7 +1,7 @@
 """The participant of an environment server: whole episodes (ENV-1..4).
 
 - V1 A restored boundary is claimed in the instant in which its replacement attempt is admitted, and
-  given back when that attempt was cancelled before it had done anything (I14).
+  given back when that attempt was cancelled, or failed, before it had done anything (I14).
 - V2 What a finished episode answers counts as in flight until the connection has it (I2): an episode
   past its last boundary blocks until its reply is out or its caller has left.
 - V3 While the gate is closed no clean-up begins: the gates of other servers may be closed as well, so
@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, MutableSequence, Sequence
 from functools import partial
 from itertools import chain
-from typing import Final, TypeVar, cast
+from typing import Final, TypeAlias, TypeVar, cast
 
 import attrs
 import trio
@@ -46,6 +46,10 @@ T = TypeVar("T")
 
 OWED_CLEANUPS_AT_ONCE_MAX: Final = 64
 """Episodes cleaned up in parallel after a resume: more would only queue at the other servers."""
+
+
+_Noted: TypeAlias = tuple[EpisodeId, str, Callable[[], object]]
+"""An episode, the digest of its task, and what gives its boundary."""
 
 
 @attrs.frozen(kw_only=True)
@@ -150,15 +154,16 @@ class EnvironmentParticipant(ParticipantBase):
         episode_id = result.episode_id
         key = episode_id.capture_key
         self._digests[key] = result.task_digest
-        unused = False
+        unused = untouched = False
         concluded: Value[object] | None = None
 
         async def noticing(episode: Episode) -> T:
-            nonlocal unused, concluded
+            nonlocal unused, untouched, concluded
             try:
                 return await body(episode)
             finally:
                 unused, concluded = _unused(episode), episode.conclusion
+                untouched = episode.last_step is None and concluded is None
 
         try:
             return await self.episodes.run(
@@ -179,6 +184,9 @@ class EnvironmentParticipant(ParticipantBase):
         except Exception as error:
             if timed_out is not None and isinstance(error, EpisodeTimedOut):
                 return timed_out(error)
+            if claimed is not None and untouched:
+                # From its input it would do again what was done before (I5).
+                self.restored.give_back(episode_id, claimed)
             self._deliveries.ended(episode_id, key)
             raise
         finally:
@@ -251,10 +259,14 @@ class EnvironmentParticipant(ParticipantBase):
     # -- checkpoints --------------------------------------------------------------------------
 
     def ready(self) -> bool:
-        return not (self.episodes.blocking or len(self._deliveries.tickets) or len(self._late))
+        return not self._blocking()
+
+    def _blocking(self) -> int:
+        return self.episodes.blocking + len(self._deliveries.tickets) + len(self._late)
 
     def report(self) -> Report:
         return report_of(
+            self._blocking(),
             self._blockers(),
             {
                 "live": len(self.episodes.live),
@@ -290,25 +302,24 @@ class EnvironmentParticipant(ParticipantBase):
         await trio.lowlevel.checkpoint()
         if not self.ready():
             raise InvalidPhase("no longer ready: " + ", ".join(self.report().blockers))
-        # Noted in one instant; made while they are written.
-        makers: dict[CaptureKey, Callable[[], Record]] = {}
-        for episode_id, record in self.restored:
-            makers[episode_id.capture_key] = partial(make_record, episode_id, record)
-        for episode in self.episodes.live.values():
-            episode_id = episode.episode_id
-            key = episode_id.capture_key
-            boundary = episode.boundary_maker()
-            makers[key] = partial(_record, episode_id, self._digests[key], boundary)
+        # Noted in one instant, in as little as can be; made while they are written.
+        digests = self._digests
+        waiting = {
+            episode_id.capture_key: (episode_id, entry) for episode_id, entry in self.restored
+        }
+        noted: dict[CaptureKey, _Noted] = {
+            CaptureKey(key): (episode.episode_id, digests[key], episode.boundary_maker())
+            for key, episode in self.episodes.live.items()
+        }
         for result in self.results:
             boundary = partial(last_boundary, result.outcome)
             key = result.episode_id.capture_key
-            makers[key] = partial(_record, result.episode_id, result.task_digest, boundary)
-        # Thousands are noted in most of a slice; the rest need not be in the same one.
+            noted[key] = (result.episode_id, result.task_digest, boundary)
+        # The rest need not be in the same slice.
         await trio.lowlevel.checkpoint()
-        if scope is not None:
-            makers = {key: makers[key] for key in scope if key in makers}
-        keys = tuple(sorted(makers))
-        return Export(records=_made(makers, keys), episode_ids=keys)
+        chosen = waiting.keys() | noted.keys()
+        keys = tuple(sorted(chosen if scope is None else chosen & scope))
+        return Export(records=_made(waiting, noted, keys), episode_ids=keys)
 
     def unclaimed_outside(self, scope: frozenset[CaptureKey] | None) -> list[EpisodeId]:
         return self.restored.outside(scope)
@@ -334,24 +345,20 @@ class EnvironmentParticipant(ParticipantBase):
         *,
         execution_epoch: str | None = None,
     ) -> None:
-        read = await decode_records(EnvironmentRecord, records)
-        entries: list[tuple[EpisodeId, EnvironmentRecord]] = []
-        replacements: list[EpisodeId] = []
+        entries: Restored[EnvironmentRecord] = Restored()
         slices = Slices()
-        for episode_id, record in read:
-            entries.append((episode_id.next_attempt(), record))
-            await slices.turn()
-        for episode_id in scope:
-            replacements.append(episode_id.next_attempt())
-            await slices.turn()
+        for episode_id, record in await decode_records(EnvironmentRecord, records):
+            entries.put([(episode_id.next_attempt(), record)])
+            if slices.is_over:
+                await slices.pause()
         self.check_installable()
         # One instant from here on.
         self.admission.supersede(scope, execution_epoch)
         if len(self.results):
-            for replacement in replacements:
+            for episode_id in scope:
                 # Also that of an earlier execution of the attempt that is continued now.
-                self.results.drop_up_to(replacement)
-        self.restored.put(entries)
+                self.results.drop_up_to(episode_id.next_attempt())
+        self.restored.put_all(entries)
 
     def refuse(self, episode_ids: Sequence[EpisodeId]) -> None:
         self.admission.refuse(episode_ids)
@@ -413,6 +420,9 @@ def _record(episode_id: EpisodeId, digest: str, boundary: Callable[[], object]) 
 
 
 def _made(
-    makers: dict[CaptureKey, Callable[[], Record]], keys: Sequence[CaptureKey]
+    waiting: dict[CaptureKey, tuple[EpisodeId, EnvironmentRecord]],
+    noted: dict[CaptureKey, _Noted],
+    keys: Sequence[CaptureKey],
 ) -> Iterator[Record]:
-    return (makers[key]() for key in keys)
+    for key in keys:
+        yield _record(*noted[key]) if key in noted else make_record(*waiting[key])

@@ -34,7 +34,9 @@ class Restored(Generic[T]):
     def __iter__(self) -> Iterator[tuple[EpisodeId, T]]:
         """In order of rollout and attempt."""
         for rollout_id in sorted(self._entries):
-            yield from sorted(self._entries[rollout_id].items(), key=itemgetter(0))
+            attempts = self._entries[rollout_id].items()
+            # An export asks for thousands in one instant, and nearly all are the only one.
+            yield from attempts if len(attempts) == 1 else sorted(attempts, key=itemgetter(0))
 
     def waiting(self, count_max: int | None = None) -> list[str]:
         """Sorted capture keys, for status: all, or the first of them."""
@@ -46,9 +48,20 @@ class Restored(Generic[T]):
     def put(self, entries: Iterable[tuple[EpisodeId, T]]) -> None:
         """Add entries under their replacement attempts, in one instant."""
         for episode_id, value in entries:
-            attempts = self._entries.setdefault(episode_id.rollout_id, {})
-            self._count += episode_id not in attempts
-            attempts[episode_id] = value
+            attempts = self._entries.get(episode_id.rollout_id)
+            if attempts is None:
+                self._entries[episode_id.rollout_id] = {episode_id: value}
+                self._count += 1
+            else:
+                self._count += episode_id not in attempts
+                attempts[episode_id] = value
+
+    def put_all(self, others: Restored[T]) -> None:
+        """Add what was gathered elsewhere, which is given away; at once when nothing is here."""
+        if self._count:
+            self.put(others)
+        else:
+            self._entries, self._count = others._entries, others._count
 
     def peek(self, episode_id: EpisodeId) -> T | None:
         return self._entries.get(episode_id.rollout_id, {}).get(episode_id)

@@ -35,6 +35,7 @@ from gymtrio.strict import MalformedValue, structure, unstructure
 from gymtrio.wire.native import (
     ACTIVATION_HEADER,
     ADMISSION_HEADER,
+    ONLY_SESSION_HEADER,
     AgentCloseReply,
     AgentCloseRequest,
     AgentSessionReply,
@@ -136,6 +137,7 @@ class AgentServer:
                 message.episode_id,
                 session_id,
                 partial(self._agent.open_session, message),
+                only=request.header(ONLY_SESSION_HEADER) == "1",
                 epoch=context.epoch,
                 refuse=_refuses(request),
             )

@@ -14,12 +14,16 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, Final, Generic
 
+import trio
 from hypercorn.utils import LifespanFailureError
 
 from gymtrio.background import open_background
 from gymtrio.context import Receive, Scope, Send
 from gymtrio.errors import GymtrioError, SettingsError, Unavailable
+from gymtrio.serving.asgi import ForeignExchange, Taken, refuse_foreign
 from gymtrio.serving.client import ServerClient
+from gymtrio.serving.connection import HttpLimits
+from gymtrio.serving.control_frames_server import CONTROL_FAMILY, control_handler
 from gymtrio.serving.controlplane import add_control_routes, open_control_plane
 from gymtrio.serving.deployment import (
     DEPLOYMENT_VARIABLE,
@@ -29,11 +33,14 @@ from gymtrio.serving.deployment import (
     load_deployment,
     parse_deployment,
 )
-from gymtrio.serving.dispatch import Dispatcher, Routes, answer_refusal
+from gymtrio.serving.dispatch import Dispatcher, Routes
+from gymtrio.serving.draining import InWork
+from gymtrio.serving.exchange import Exchange
 from gymtrio.serving.framework import Identity, build_framework, framework_takes
 from gymtrio.serving.host import HostPorts, OpenService, S, ServiceHost
 from gymtrio.serving.lifespan import open_lifespan
-from gymtrio.serving.pool import open_pool
+from gymtrio.serving.metrics import ServerMetrics
+from gymtrio.serving.transports import open_frames_server, open_transport
 from gymtrio.settings import Secret, load_settings
 from gymtrio.wire.control import Kind
 
@@ -70,15 +77,26 @@ class ServerApp(Generic[S]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
-        elif self._running is None:
-            await answer_refusal(Unavailable("this server has not started"), scope, receive, send)
-        else:
+        elif self._running is not None:
             await self._running(scope, receive, send)
+        elif scope["type"] == "http":
+            await refuse_foreign(_not_started(), ForeignExchange(scope, receive, send))
+
+    def take(self, exchange: Exchange) -> Taken | None:
+        """See `gymtrio.serving.asgi.DirectApp`."""
+        if self._running is None:
+            raise _not_started()
+        return self._running.take(exchange)
 
     def stop_accepting(self) -> None:
         """Refuse new work from now on; what runs goes on, `/ready` says so."""
         if self._running is not None:
-            self._running.accepting = False
+            self._running.stop_accepting()
+
+    async def drain(self) -> None:
+        """End what runs and answer it 503; return when all of it has ended."""
+        if self._running is not None:
+            await self._running.drain()
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         """Keep the service open between the server's startup and shutdown messages.
@@ -92,12 +110,18 @@ class ServerApp(Generic[S]):
         failure: ExceptionGroup[Exception] | None = None
         try:
             deployment, name = _deployment_of_environment(self.default_instance)
-            async with open_asgi(self, deployment=deployment, name=name) as running:
+            async with (
+                open_asgi(self, deployment=deployment, name=name) as running,
+                open_frames_server(running, deployment, name, calls=running.calls) as frames,
+            ):
                 self._running = running
                 await send({"type": "lifespan.startup.complete"})
                 started = True
                 await receive()
-                running.accepting = False
+                running.stop_accepting()
+                with trio.move_on_after(HttpLimits().grace_s):
+                    await frames.finished()
+                await running.drain()
         except* Exception as errors:  # noqa: BLE001 - the edge: whatever it is ends the server
             failure = errors
         finally:
@@ -142,7 +166,9 @@ async def open_asgi(
     async with AsyncExitStack() as stack:
         transport = ports.transport
         if transport is None:
-            transport = await stack.enter_async_context(open_pool(deployment.client))
+            transport = await stack.enter_async_context(
+                open_transport(deployment, name, ports.randomness)
+            )
         directory = ports.directory or DeploymentDirectory(deployment)
         secret = (
             deployment.session_secret
@@ -172,19 +198,37 @@ async def open_asgi(
                 return "shutting down"
             if control is not None and control.awaiting_restore:
                 return "waiting to be restored"
-            return None
+            return None if service.not_ready is None else service.not_ready()
 
-        framework: Any = build_framework(
-            Identity(kind=server_app.kind.value, instance=name), not_ready
+        gate = service.gate
+        if control is not None and service.participant is not None:
+            gate = service.participant.admission
+        in_work = InWork()
+        metrics = ServerMetrics(
+            kind=server_app.kind.value,
+            instance=name,
+            control=control,
+            admission=gate,
+            pool=getattr(transport, "statistics", None),
+            in_work=in_work,
         )
+        identity = Identity(kind=server_app.kind.value, instance=name)
+        shown = metrics if deployment.metrics else None
+        framework: Any = build_framework(identity, not_ready, shown)
         if control is not None:
             add_control_routes(framework, control, deployment.checkpoint)
         if service.add_routes is not None:
             service.add_routes(framework)
         takes = framework_takes(framework, service.add_routes is not None)
-        dispatcher = Dispatcher(Routes(service.routes, service.fallback, framework, takes))
+        routes = Routes(service.routes, service.fallback, framework, takes)
+        calls = {CONTROL_FAMILY: control_handler(control)}
+        dispatcher = Dispatcher(routes, metrics=metrics, gate=gate, in_work=in_work, calls=calls)
         await stack.enter_async_context(open_lifespan(framework))
         yield dispatcher
+
+
+def _not_started() -> Unavailable:
+    return Unavailable("this server has not started")
 
 
 def _settings_of(server_app: ServerApp[S], deployment: Deployment, name: str) -> S:

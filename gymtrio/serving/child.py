@@ -16,6 +16,7 @@ from gymtrio.errors import GymtrioError
 from gymtrio.serving.deployment import SERVER_VARIABLE
 from gymtrio.serving.launch import die_with_parent, load_app, run_server
 from gymtrio.serving.logs import configure_logging
+from gymtrio.serving.workers import WORKER_VARIABLE
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +29,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--parent", type=int, required=True, help="pid to die with")
     given = parser.parse_args(arguments)
     die_with_parent(given.parent)
-    configure_logging(os.environ.get(SERVER_VARIABLE, given.app))
+    name = os.environ.get(SERVER_VARIABLE, given.app)
+    worker = os.environ.get(WORKER_VARIABLE)
+    # Several workers share a log.
+    configure_logging(name if worker is None else f"{name}/{worker}")
     try:
         app = load_app(given.app)
     except GymtrioError as error:

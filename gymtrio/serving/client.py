@@ -7,9 +7,10 @@ sockets (`gymtrio.serving.pool`) or inside the process (`gymtrio.serving.inproce
 from __future__ import annotations
 
 import enum
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from typing import Final, Protocol
+import re
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Final, NamedTuple, Protocol, runtime_checkable
 from urllib.parse import quote, urlsplit
 
 import attrs
@@ -37,6 +38,10 @@ IDEMPOTENT_METHODS: Final = frozenset({"GET", "HEAD", "PUT", "DELETE", "OPTIONS"
 """Methods that by their definition may be sent twice (RFC 9110, section 9.2.2)."""
 
 _TARGET_SAFE: Final = "/:?#[]@!$&'()*+,;=%~"
+NO_REPLY: Final = "no reply before the deadline"
+
+_PLAIN_TARGET: Final = re.compile(r"[-A-Za-z0-9._~/:?=&]*")
+"""Most targets, which need no second look."""
 _ERROR_SHOWN_CHARACTERS_MAX: Final = 500
 
 
@@ -202,6 +207,32 @@ class Transport(Protocol):
         ...
 
 
+class WholeReply(NamedTuple):
+    """A reply that has come whole."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+
+@runtime_checkable
+class WholeTransport(Protocol):
+    """A transport for which a whole reply costs less than one that is read while it comes."""
+
+    async def request(
+        self, origin: Origin, outgoing: Outgoing, lane: Lane, deadline: float
+    ) -> WholeReply | None:
+        """Send a request and wait for its whole reply; None: not to this origin, use `exchange`.
+
+        Raises:
+            TransportError: see `Transport.exchange`.
+            CallTimedOut: the deadline passed.
+
+        Cancelled: the peer is told.
+        """
+        ...
+
+
 @attrs.frozen
 class Reply:
     """A whole reply, of whatever status."""
@@ -316,6 +347,7 @@ class ServerClient:
     ) -> None:
         self._directory = directory
         self._transport = transport
+        self._whole = transport if isinstance(transport, WholeTransport) else None
         self._settings = settings or ClientSettings()
 
     def url_of(self, server: str) -> str:
@@ -360,20 +392,28 @@ class ServerClient:
 
         Cancelled: the peer is told, its handler is cancelled.
         """
-        async with self.stream(
-            server,
-            method,
-            path,
-            json=json,
-            body=body,
-            headers=headers,
-            cookies=cookies,
-            context=context,
-            control=control,
-            deadline=deadline,
-            idempotency_key=idempotency_key,
-        ) as reply:
-            return await reply.read(self._settings.reply_bytes_max)
+        peer = self._directory.find(server)
+        where = f"{method} {peer.name}{path}"
+        outgoing = _outgoing(
+            peer, method, path, json, body, headers, cookies, context, idempotency_key
+        )
+        lane = Lane.CONTROL if control else Lane.DATA
+        deadline = self._deadline(deadline, control)
+        bytes_max = self._settings.reply_bytes_max
+        try:
+            if self._whole is not None:
+                whole = await self._whole.request(peer.origin, outgoing, lane, deadline)
+                if whole is not None:
+                    status, received, content = whole
+                    if len(content) > bytes_max:
+                        raise TransportError(f"reply over the limit of {bytes_max} bytes")
+                    return Reply(status, received, content, where)
+            with trio.CancelScope(deadline=deadline):
+                async with self._transport.exchange(peer.origin, outgoing, lane) as incoming:
+                    return await StreamedReply(incoming, where).read(bytes_max)
+        except TransportError as error:
+            raise _saying(where, error) from error
+        raise _timed_out(where)
 
     @asynccontextmanager
     async def stream(
@@ -394,35 +434,58 @@ class ServerClient:
         """As `request`, but entered with the head of the reply; the deadline covers the whole block."""
         peer = self._directory.find(server)
         where = f"{method} {peer.name}{path}"
-        behalf = current_context() if context is CURRENT else context
-        epoch = None if behalf is None else behalf.epoch
-        outgoing = Outgoing(
-            method=method,
-            target=_target(peer, path, behalf),
-            headers=_headers(headers, cookies, json is not None, idempotency_key, epoch),
-            body=dump_json(json) if json is not None else body or b"",
-            repeatable=idempotency_key is not None or method in IDEMPOTENT_METHODS,
+        outgoing = _outgoing(
+            peer, method, path, json, body, headers, cookies, context, idempotency_key
         )
         lane = Lane.CONTROL if control else Lane.DATA
-        with self._by(deadline, control, where):
-            try:
+        try:
+            with trio.CancelScope(deadline=self._deadline(deadline, control)) as scope:
                 async with self._transport.exchange(peer.origin, outgoing, lane) as incoming:
                     yield StreamedReply(incoming, where)
-            except TransportError as error:
-                if str(error).startswith(where):
-                    raise
-                raise type(error)(f"{where}: {error}") from error
-
-    @contextmanager
-    def _by(self, deadline: float | None, control: bool, where: str) -> Iterator[None]:
-        if deadline is None:
-            settings = self._settings
-            allowed_s = settings.control_timeout_s if control else settings.data_timeout_s
-            deadline = trio.current_time() + allowed_s
-        with trio.CancelScope(deadline=deadline) as scope:
-            yield
+        except TransportError as error:
+            raise _saying(where, error) from error
         if scope.cancelled_caught:
-            raise CallTimedOut(f"{where}: no reply before the deadline")
+            raise _timed_out(where)
+
+    def _deadline(self, deadline: float | None, control: bool) -> float:
+        if deadline is not None:
+            return deadline
+        settings = self._settings
+        allowed_s = settings.control_timeout_s if control else settings.data_timeout_s
+        return trio.current_time() + allowed_s
+
+
+def _saying(where: str, error: TransportError) -> TransportError:
+    """The error as one of this call; one that says so already, as it is."""
+    if str(error).startswith(where):
+        return error
+    return type(error)(f"{where}: {error}")
+
+
+def _timed_out(where: str) -> CallTimedOut:
+    return CallTimedOut(f"{where}: {NO_REPLY}")
+
+
+def _outgoing(
+    peer: Peer,
+    method: str,
+    path: str,
+    json: object,
+    body: bytes | None,
+    headers: HeadersLike,
+    cookies: Mapping[str, str] | None,
+    context: RolloutContext | None | _Current,
+    idempotency_key: str | None,
+) -> Outgoing:
+    behalf = current_context() if context is CURRENT else context
+    epoch = None if behalf is None else behalf.epoch
+    return Outgoing(
+        method=method,
+        target=_target(peer, path, behalf),
+        headers=_headers(headers, cookies, json is not None, idempotency_key, epoch),
+        body=dump_json(json) if json is not None else body or b"",
+        repeatable=idempotency_key is not None or method in IDEMPOTENT_METHODS,
+    )
 
 
 def _target(peer: Peer, path: str, context: RolloutContext | None) -> str:
@@ -430,7 +493,7 @@ def _target(peer: Peer, path: str, context: RolloutContext | None) -> str:
     carries = peer.carries_context or path.partition("?")[0] in MODEL_ROUTES
     if carries and context is not None and not target.startswith(ROLLOUT_PREFIX):
         target = context.path(target)
-    return quote(target, safe=_TARGET_SAFE)
+    return target if _PLAIN_TARGET.fullmatch(target) else quote(target, safe=_TARGET_SAFE)
 
 
 def _headers(
@@ -440,7 +503,7 @@ def _headers(
     idempotency_key: str | None,
     epoch: str | None,
 ) -> Headers:
-    made = list(as_headers(headers))
+    made = list(as_headers(headers)) if headers else []
     if cookies:
         made.append(cookie_header(cookies))
     if is_json:

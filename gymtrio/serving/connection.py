@@ -1,51 +1,59 @@
 """One HTTP/1.1 connection: whatever its peer sends, only this connection can end by it (SRV-1).
 
-The protocol code is that of Hypercorn 0.18 (`H11Protocol`, `HTTPStream`); the connection around it is
-ours, because Hypercorn's own lets an error of one connection end the process, never tells an
-application of a peer that left behind pipelined bytes, and waits without limit for a peer that does
-not read. What differs, by overriding the methods named here:
+Two tasks for its whole life, none per request: one reads, the other serves one request after the other.
+So leaving is noticed while a request is served, also behind pipelined bytes, and ends the handler by
+cancelling the connection: what its peer cannot hear any more need not be said.
 
-- `_check_protocol`, `_create_stream`: no upgrades. HTTP/2 and websockets are not spoken.
-- `stream_send`: head and body of an answer with a length leave in one send.
-- `_send_error_response`: errors have a JSON body.
-- `can_read`: while a request is served, the connection is read on, so that leaving is noticed.
-
-Timers are deadlines of the one receive that waits, not tasks.
+Upgrades are ignored: HTTP/2 and websockets are not spoken. All timers are one deadline, that of the
+connection's cancel scope, moved by whoever waits.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
-from itertools import chain
-from typing import Any, Final, cast
+import math
+from email.utils import formatdate
+from typing import Final
 
 import attrs
-import h11
 import trio
-from hypercorn.config import Config
-from hypercorn.events import Closed, Event, RawData, Updated
-from hypercorn.protocol.events import Body, EndBody, Response
-from hypercorn.protocol.events import Event as StreamEvent
-from hypercorn.protocol.h11 import H11Protocol
-from hypercorn.trio.worker_context import WorkerContext
-from hypercorn.typing import ConnectionState
-from hypercorn.utils import parse_socket_addr
 
-from gymtrio.context import AsgiApp, Message, Scope
-from gymtrio.serving.http import ClientGone, dump_json
+from gymtrio.context import AsgiApp, Scope, decode_path
+from gymtrio.serving.asgi import BrokenOff, serve_exchange
+from gymtrio.serving.exchange import OnDone, send_answer
+from gymtrio.serving.http import (
+    BadRequest,
+    ClientGone,
+    Headers,
+    dump_json,
+    first_header,
+    internal_error,
+)
+from gymtrio.serving.http1 import (
+    CONTINUE,
+    LAST_CHUNK,
+    BadAnswer,
+    Framing,
+    Head,
+    Malformed,
+    RequestReader,
+    encode_chunk,
+    encode_head,
+    framing_of,
+)
 
-HEAD_BYTES_MAX: Final = 65536
 RECEIVE_BYTES: Final = 65536
 READ_AHEAD_BYTES_MAX: Final = 65536
-"""What a peer may pipeline while its request is served; more ends the connection."""
-REQUEST_QUEUE_MESSAGES: Final = 10
+"""What may have come and not been read: of a body it is left to the kernel, and a peer that pipelines
+more while its request is served is cut off."""
 JOINED_BODY_BYTES_MAX: Final = 65536
+"""A body up to this leaves in one send with its head; joining a longer one costs more than a send."""
+SEND_SLICE_BYTES: Final = 65536
+"""A peer that takes less of an answer than this within the time for a send counts as gone: 2 kB/s."""
 LINGER_S: Final = 1.0
 """A peer that still sends when we close gets this long to read our answer before a reset."""
-REQUESTS_PER_CONNECTION_MAX: Final = 1_000_000
 
-_ERROR_CODES: Final = {400: "bad_request", 431: "headers_too_large", 501: "not_implemented"}
+_ERROR_CODES: Final = {408: "request_timeout", 431: "headers_too_large", 501: "not_implemented"}
 
 _log = logging.getLogger(__name__)
 
@@ -55,226 +63,58 @@ class HttpLimits:
     """Times of a server's connections."""
 
     keep_alive_s: float = 75.0
-    """How long a connection may be idle, and how long a request's head may take. Longer than the
-    idle time of our clients (30 s), so that it is the client who closes."""
+    """How long a connection may be idle. Longer than the idle time of our clients (30 s), so that it
+    is the client who closes."""
+    head_timeout_s: float = 10.0
+    """From the first byte of a request's head to its last."""
     send_timeout_s: float = 30.0
-    """A peer that does not take bytes of an answer for this long is gone."""
+    """A peer that does not take `SEND_SLICE_BYTES` of an answer, or its rest, for this long is gone;
+    one that reads slowly may take as long as it needs."""
     grace_s: float = 5.0
-    """At shutdown, running requests get this long."""
+    """At shutdown, running requests get this long, before they are answered 503."""
     date_header: bool = True
     """It needs the machine's clock; a simulation does without."""
 
 
-def hypercorn_config(limits: HttpLimits) -> Config:
-    """The part of Hypercorn's configuration that its protocol code reads."""
-    config = Config()
-    config.errorlog = logging.getLogger("gymtrio.http")
-    config.accesslog = None
-    config.include_server_header = False
-    config.include_date_header = limits.date_header
-    config.h11_max_incomplete_size = HEAD_BYTES_MAX
-    config.keep_alive_max_requests = REQUESTS_PER_CONNECTION_MAX
-    return config
+class Shared:
+    """What the connections of one server have in common."""
 
+    def __init__(self, limits: HttpLimits) -> None:
+        self.limits = limits
+        self.stopping = False
+        """Every answer from now on is the last of its connection."""
+        self._date = b""
+        self._date_until = -math.inf
 
-class _PeerLeft(Exception):
-    """The peer closed while its request was being served, or sent too much meanwhile."""
-
-
-class _Http1(H11Protocol):
-    """Hypercorn's HTTP/1.1 protocol with the differences listed above."""
-
-    def __init__(self, receive: Callable[[], Awaitable[bytes]], *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._unsent = b""
-        self.can_read = _ReadsOn(self._feed, receive)
-
-    def _feed(self, data: bytes) -> None:
-        self.connection.receive_data(data)
-
-    def peer_still_sends(self) -> bool:
-        """Whether a request has not been read whole, or more than it has come."""
-        connection = cast(h11.Connection, self.connection)
-        whole = connection.their_state in {h11.DONE, h11.MUST_CLOSE, h11.CLOSED}
-        return not whole or bool(connection.trailing_data[0])
-
-    async def _check_protocol(self, event: h11.Request) -> None:
-        pass
-
-    async def _create_stream(self, request: h11.Request) -> None:
-        if any(name == b"upgrade" for name, _ in request.headers):
-            request = h11.Request(
-                method=request.method,
-                target=request.target,
-                headers=[(n, v) for n, v in request.headers if n != b"upgrade"],
-                http_version=request.http_version,
-            )
-        await super()._create_stream(request)
-
-    async def stream_send(self, event: StreamEvent) -> None:
-        if isinstance(event, Response) and event.status_code >= 200:
-            headers = list(chain(event.headers, self.config.response_headers("h11")))
-            if self._is_last():
-                headers.append((b"connection", b"close"))
-            head = h11.Response(status_code=event.status_code, headers=headers)
-            self._unsent += self._encode(head)
-            if any(name == b"content-length" for name, _ in event.headers):
-                return
-        elif isinstance(event, Body):
-            if len(event.data) > JOINED_BODY_BYTES_MAX:
-                await self._flush()
-            self._unsent += self._encode(h11.Data(data=event.data))
-        elif isinstance(event, EndBody):
-            self._unsent += self._encode(h11.EndOfMessage())
-        else:
-            await super().stream_send(event)
-            return
-        await self._flush()
-
-    def _is_last(self) -> bool:
-        return (
-            self.context.terminated.is_set()
-            or self.keep_alive_requests >= self.config.keep_alive_max_requests
-        )
-
-    def _encode(self, event: h11.Event) -> bytes:
-        try:
-            return cast(h11.Connection, self.connection).send(event) or b""
-        except h11.LocalProtocolError:
-            # After an error of the peer nothing can be said any more, which is not our fault.
-            if self.connection.their_state is not h11.ERROR:
-                raise
-            return b""
-
-    async def _flush(self) -> None:
-        data, self._unsent = self._unsent, b""
-        if data:
-            await self.send(RawData(data=data))
-
-    async def _send_error_response(self, status_code: int) -> None:
-        code = _ERROR_CODES.get(status_code, "bad_request")
-        detail = "the request is not HTTP/1.1, or its head is over the limit"
-        body = dump_json({"error": {"code": code, "detail": detail}})
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", b"%d" % len(body)),
-            (b"connection", b"close"),
-            *self.config.response_headers("h11"),
-        ]
-        self._unsent += self._encode(h11.Response(status_code=status_code, headers=headers))
-        self._unsent += self._encode(h11.Data(data=body))
-        self._unsent += self._encode(h11.EndOfMessage())
-        await self._flush()
-
-
-class _ReadsOn:
-    """Stands where the protocol waits until the next request may be read.
-
-    Hypercorn would leave the socket unread meanwhile, and not see that the peer has left.
-    """
-
-    def __init__(
-        self, feed: Callable[[bytes], None], receive: Callable[[], Awaitable[bytes]]
-    ) -> None:
-        self._feed = feed
-        self._receive = receive
-        self._event = trio.Event()
-
-    async def clear(self) -> None:
-        self._event = trio.Event()
-
-    async def set(self) -> None:
-        self._event.set()
-
-    def is_set(self) -> bool:
-        return self._event.is_set()
-
-    async def wait(self) -> None:
-        """
-        Raises:
-            _PeerLeft: before it may read on.
-        """
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._read_ahead)
-            await self._event.wait()
-            nursery.cancel_scope.cancel()
-
-    async def _read_ahead(self) -> None:
-        size = 0
-        while size <= READ_AHEAD_BYTES_MAX:
-            data = await self._receive()
-            if not data:
-                break
-            size += len(data)
-            self._feed(data)
-        raise _PeerLeft
-
-
-class _Tasks:
-    """Runs the applications of one connection (Hypercorn's `TaskGroup`)."""
-
-    def __init__(self, nursery: trio.Nursery) -> None:
-        self._nursery = nursery
-
-    async def spawn_app(
-        self,
-        app: AsgiApp,
-        config: Config,
-        scope: Scope,
-        send: Callable[[Message | None], Awaitable[None]],
-    ) -> Callable[[Message], Awaitable[None]]:
-        to_app, for_app = trio.open_memory_channel[Message](REQUEST_QUEUE_MESSAGES)
-
-        async def put(message: Message) -> None:
-            try:
-                await to_app.send(message)
-            except trio.BrokenResourceError:
-                # The application answered without reading on.
-                pass
-
-        self._nursery.start_soon(_run_app, app, scope, for_app, send)
-        return put
-
-
-async def _run_app(
-    app: AsgiApp,
-    scope: Scope,
-    for_app: trio.MemoryReceiveChannel[Message],
-    send: Callable[[Message | None], Awaitable[None]],
-) -> None:
-    try:
-        await app(scope, for_app.receive, send)
-    except ClientGone:
-        pass
-    except Exception:  # noqa: BLE001 - the edge: an application's fault ends its own request
-        _log.exception("error in the application, %s %s", scope["method"], scope["path"])
-    for_app.close()
-    await send(None)
+    def date(self) -> bytes:
+        """The header line; made once a second."""
+        now = trio.current_time()
+        if self.limits.date_header and now >= self._date_until:
+            self._date = b"date: %s\r\n" % formatdate(usegmt=True).encode("ascii")
+            self._date_until = now + 1.0
+        return self._date
 
 
 class Connection:
     """Serves one stream until it ends."""
 
-    def __init__(
-        self,
-        app: AsgiApp,
-        stream: trio.abc.Stream,
-        *,
-        config: Config,
-        context: WorkerContext,
-        limits: HttpLimits,
-    ) -> None:
+    def __init__(self, app: AsgiApp, stream: trio.abc.Stream, shared: Shared) -> None:
         self._app = app
         self._stream = stream
-        self._config = config
-        self._context = context
-        self._limits = limits
-        self._sending = trio.Lock()
-        self._receiving: trio.CancelScope | None = None
-        self._idle = True
-        self._deadline = trio.current_time() + limits.keep_alive_s
-        self._ending = False
-        self._protocol: _Http1
+        self.shared = shared
+        self._life = trio.CancelScope(deadline=trio.current_time() + shared.limits.keep_alive_s)
+        self._reader = RequestReader()
+        self._arrived = b""
+        self._eof = False
+        self._serving = False
+        """A request's head has come, and its answer has not left."""
+        self._dropping = False
+        """Nothing is read any more; what comes is dropped, so that the peer gets to our answer."""
+        self._news = trio.lowlevel.ParkingLot()
+        """The serving task, waiting for bytes or the end."""
+        self._room = trio.lowlevel.ParkingLot()
+        """The reading task, waiting for what came to be taken."""
+        self._addresses: Scope | None = None
 
     async def run(self) -> None:
         """Serve the connection; its errors are logged, not raised.
@@ -282,10 +122,13 @@ class Connection:
         Cancelled: the connection is closed at once.
         """
         try:
-            async with trio.open_nursery() as nursery:
-                self._protocol = self._make_protocol(_Tasks(nursery))
-                await self._read()
-        except* (OSError, _PeerLeft):
+            with self._life:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._read)
+                    await self._serve()
+                    await self._end()
+                    nursery.cancel_scope.cancel()
+        except* OSError:
             pass
         except* Exception as errors:  # noqa: BLE001
             # The edge: anything that a peer provokes ends its own connection (SRV-1).
@@ -295,94 +138,310 @@ class Connection:
 
     def stop_when_idle(self) -> None:
         """Close now if no request is being served, else after it."""
-        if self._idle:
-            self._set_deadline(-float("inf"))
+        if not self._serving:
+            self._life.cancel()
 
-    def _make_protocol(self, tasks: _Tasks) -> _Http1:
-        client, server = _addresses(self._stream)
-        return _Http1(
-            self._receive,
-            self._app,
-            self._config,
-            self._context,
-            tasks,
-            ConnectionState({}),
-            False,
-            client,
-            server,
-            self._send,
-        )
+    def allow(self, seconds: float) -> None:
+        """From now on the connection has this long until somebody allows it more."""
+        self._life.deadline = trio.current_time() + seconds
 
     async def _read(self) -> None:
-        there = True
-        while there:
-            data = b""
-            with trio.CancelScope(deadline=self._deadline) as self._receiving:
-                data = await self._receive()
-            there = bool(data)
-            # Once we are ending, what comes is dropped; it is read so that the peer gets to our last
-            # answer before a reset.
-            if not self._ending and not self._receiving.cancelled_caught:
-                await self._protocol.handle(RawData(data))
-        await self._protocol.handle(Closed())
+        while True:
+            try:
+                data = bytes(await self._stream.receive_some(RECEIVE_BYTES))
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                break
+            if not data:
+                break
+            if self._dropping:
+                continue
+            self._arrived = self._arrived + data if self._arrived else data
+            self._news.unpark()
+            while len(self._arrived) > READ_AHEAD_BYTES_MAX and not self._dropping:
+                if self._serving and self._reader.whole:
+                    self._life.cancel()
+                await self._room.park()
+        self._eof = True
+        self._news.unpark()
+        if self._serving:
+            self._life.cancel()
 
-    async def _receive(self) -> bytes:
+    async def more(self) -> bool:
+        """Feed the reader with what has come, or wait for it; False at the end."""
+        while not self._arrived:
+            if self._eof:
+                return False
+            await self._news.park()
+        self.feed()
+        return True
+
+    def feed(self) -> None:
+        """Feed the reader with what has come."""
+        data, self._arrived = self._arrived, b""
+        self._reader.feed(data)
+        if len(data) > READ_AHEAD_BYTES_MAX:
+            self._room.unpark()
+
+    async def _serve(self) -> None:
+        """Serve requests until this connection has had its last."""
+        reader, keep_alive_s = self._reader, self.shared.limits.keep_alive_s
+        while not self.shared.stopping:
+            try:
+                head = await self._head()
+            except Malformed as error:
+                await self._refuse(error)
+                return
+            if head is None or self._eof:
+                # Who has half closed counts as gone.
+                return
+            self._serving = True
+            self._life.deadline = math.inf
+            exchange = _HttpExchange(self, reader, head)
+            await self._serve_one(exchange)
+            if not exchange.keeps_alive:
+                return
+            self._serving = False
+            self.allow(keep_alive_s)
+
+    async def _head(self) -> Head | None:
+        """The next request's head; None: the peer has ended.
+
+        Raises:
+            Malformed: what came is none, or its end does not come.
+        """
+        reader, timeout_s = self._reader, self.shared.limits.head_timeout_s
+        while (head := reader.head()) is None:
+            if not reader.begun:
+                if not await self.more():
+                    return None
+                continue
+            self._life.deadline = math.inf
+            with trio.move_on_after(timeout_s):
+                while (head := reader.head()) is None:
+                    if not await self.more():
+                        return None
+                return head
+            raise Malformed(408, f"head not received within {timeout_s:g} s")
+        return head
+
+    async def _serve_one(self, exchange: _HttpExchange) -> None:
         try:
-            return bytes(await self._stream.receive_some(RECEIVE_BYTES))
+            await serve_exchange(self._app, exchange)
+        except ClientGone:
+            exchange.keeps_alive = False
+        except BrokenOff as error:
+            _log.error("%s %s: %s", exchange.method, exchange.path, error)
+            exchange.keeps_alive = False
+        except Exception:  # noqa: BLE001 - the edge: an application's fault ends its own request
+            _log.exception("error in the application, %s %s", exchange.method, exchange.path)
+            exchange.keeps_alive = False
+            if not exchange.begun:
+                await send_answer(exchange, internal_error())
+
+    async def _refuse(self, error: Malformed) -> None:
+        code = _ERROR_CODES.get(error.status, "bad_request")
+        body = dump_json({"error": {"code": code, "detail": error.detail}})
+        framing = Framing(length=len(body), chunked=False, bodiless=False, closes=True)
+        headers = ((b"content-type", b"application/json"),)
+        self.drop()
+        await self.send(encode_head(error.status, headers, framing, self.shared.date()) + body)
+
+    def drop(self) -> None:
+        """Read nothing of the peer any more."""
+        self._dropping = True
+        self._arrived = b""
+        self._room.unpark()
+
+    async def send(self, data: bytes) -> None:
+        """
+        Raises:
+            ClientGone: the peer does not take it.
+
+        Cancelled: part of it may have left; the connection is of no use any more. A peer that takes
+        nothing for too long cancels the connection.
+        """
+        timeout_s = self.shared.limits.send_timeout_s
+        try:
+            if len(data) <= SEND_SLICE_BYTES:
+                self.allow(timeout_s)
+                await self._stream.send_all(data)
+            else:
+                for begin in range(0, len(data), SEND_SLICE_BYTES):
+                    self.allow(timeout_s)
+                    await self._stream.send_all(memoryview(data)[begin : begin + SEND_SLICE_BYTES])
         except (trio.BrokenResourceError, trio.ClosedResourceError):
-            return b""
-
-    async def _send(self, event: Event) -> None:
-        """What the protocol calls to act on the connection."""
-        if isinstance(event, RawData):
-            await self._send_bytes(event.data)
-        elif isinstance(event, Updated):
-            self._idle = event.idle
-            keep_alive_s = self._limits.keep_alive_s if event.idle else float("inf")
-            self._set_deadline(trio.current_time() + keep_alive_s)
-        elif isinstance(event, Closed):
-            await self._end()
-
-    def _set_deadline(self, deadline: float) -> None:
-        self._deadline = deadline
-        if self._receiving is not None:
-            self._receiving.deadline = deadline
-
-    async def _send_bytes(self, data: bytes) -> None:
-        sent = False
-        async with self._sending:
-            with trio.move_on_after(self._limits.send_timeout_s):
-                try:
-                    await self._stream.send_all(data)
-                    sent = True
-                except (trio.BrokenResourceError, trio.ClosedResourceError):
-                    pass
-        if not sent:
-            await trio.aclose_forcefully(self._stream)
-            await self._protocol.handle(Closed())
-            raise ClientGone
+            raise ClientGone from None
+        self._life.deadline = math.inf
 
     async def _end(self) -> None:
-        if self._ending:
+        """Close in such a way that the peer gets to what was sent last."""
+        if self._eof or not isinstance(self._stream, trio.abc.HalfCloseableStream):
             return
-        self._ending = True
-        if isinstance(self._stream, trio.abc.HalfCloseableStream):
-            try:
-                await self._stream.send_eof()
-            except (trio.BrokenResourceError, trio.ClosedResourceError, trio.BusyResourceError):
+        self._serving = False
+        try:
+            await self._stream.send_eof()
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            return
+        if self._dropping or self._arrived or not self._reader.whole:
+            self.drop()
+            self.allow(LINGER_S)
+            while not self._eof:
+                await self._news.park()
+
+    def addresses(self) -> Scope:
+        """The two ends, as an ASGI scope has them."""
+        if self._addresses is None:
+            client = server = None
+            if isinstance(self._stream, trio.SocketStream):
+                try:
+                    client = _pair(self._stream.socket.getpeername())
+                    server = _pair(self._stream.socket.getsockname())
+                except OSError:
+                    # The peer has just left.
+                    pass
+            self._addresses = {"client": client, "server": server}
+        return self._addresses
+
+
+def _pair(address: object) -> tuple[str, int] | None:
+    if isinstance(address, tuple):
+        return str(address[0]), int(address[1])
+    return None
+
+
+class _HttpExchange:
+    """One request of a connection (`gymtrio.serving.exchange.Exchange`)."""
+
+    def __init__(self, connection: Connection, reader: RequestReader, head: Head) -> None:
+        self._connection = connection
+        self._reader = reader
+        self._head = head
+        self._awaits_leave = head.expects_continue
+        self._left: int | None = None
+        self._framing: Framing | None = None
+        self._unsent = b""
+        """The head of an answer that leaves with the first piece of its body."""
+        self.keeps_alive = head.keeps_alive
+        """Another request may follow on the connection."""
+        self.method = head.method
+        self.raw_path, _, self.query = head.target.partition(b"?")
+        self.path = decode_path(self.raw_path)
+        self.headers = head.headers
+        self.content_length = head.content_length
+
+    @property
+    def begun(self) -> bool:
+        """The head of an answer was made."""
+        return self._framing is not None
+
+    def asgi(self) -> Scope:
+        version = "1.0" if self._head.is_1_0 else "1.1"
+        return {"http_version": version, "scheme": "http", **self._connection.addresses()}
+
+    def body_at_hand(self) -> bytes | None:
+        length = self.content_length
+        if length is None or length > self._reader.at_hand:
+            return None
+        return self._reader.body() or b""
+
+    async def receive_some(self) -> bytes:
+        while (data := self._body()) is None:
+            if self._reader.whole:
+                return b""
+            if self._awaits_leave:
+                self._awaits_leave = False
+                await self._connection.send(CONTINUE)
+            if not await self._connection.more():
+                raise ClientGone
+        return data
+
+    def _body(self) -> bytes | None:
+        try:
+            return self._reader.body()
+        except Malformed as error:
+            self.keeps_alive = False
+            raise BadRequest(error.detail) from None
+
+    async def answer(self, status: int, headers: Headers, body: bytes, on_done: OnDone) -> None:
+        sent = False
+        try:
+            length = _told_length(headers, self.method, body)
+            data = self._encoded_head(status, headers, length)
+            assert self._framing is not None
+            if self._framing.bodiless:
+                await self._connection.send(data)
+            elif len(body) <= JOINED_BODY_BYTES_MAX:
+                await self._connection.send(data + body)
+            else:
+                await self._connection.send(data)
+                await self._connection.send(body)
+            sent = True
+        finally:
+            if on_done is not None:
+                on_done(sent)
+
+    async def begin(self, status: int, headers: Headers, content_length: int | None) -> None:
+        self._left = content_length
+        data = self._encoded_head(status, headers, content_length)
+        if content_length is None:
+            await self._connection.send(data)
+        else:
+            self._unsent = data
+
+    def _skip_body(self) -> None:
+        """Read past what has come of an unwanted body; if more is to come, nothing can follow."""
+        self._connection.feed()
+        try:
+            while self._reader.body() is not None:
                 pass
-        linger_s = LINGER_S if self._protocol.peer_still_sends() else 0.0
-        self._set_deadline(trio.current_time() + linger_s)
-        await self._protocol.handle(Closed())
+        except Malformed:
+            pass
+        if not self._reader.whole:
+            self.keeps_alive = False
+            self._connection.drop()
+
+    def _encoded_head(self, status: int, headers: Headers, length: int | None) -> bytes:
+        connection = self._connection
+        if not self._reader.whole:
+            self._skip_body()
+        if connection.shared.stopping:
+            self.keeps_alive = False
+        framing = framing_of(self._head, status, length, closes=not self.keeps_alive)
+        data = encode_head(status, headers, framing, connection.shared.date())
+        self._framing = framing
+        self.keeps_alive = not framing.closes
+        return data
+
+    async def send_some(self, data: bytes) -> None:
+        framing = self._framing
+        assert framing is not None
+        if self._left is not None:
+            self._left -= len(data)
+            if self._left < 0:
+                raise BadAnswer("more body than its content-length")
+        if framing.bodiless:
+            return
+        if framing.chunked:
+            data = encode_chunk(data)
+        await self._flush(data)
+
+    async def finish(self) -> None:
+        framing = self._framing
+        assert framing is not None
+        if self._left and not framing.bodiless:
+            raise BadAnswer("less body than its content-length")
+        await self._flush(LAST_CHUNK if framing.chunked else b"")
+
+    async def _flush(self, data: bytes) -> None:
+        unsent, self._unsent = self._unsent, b""
+        if unsent or data:
+            await self._connection.send(unsent + data)
 
 
-def _addresses(
-    stream: trio.abc.Stream,
-) -> tuple[tuple[str, int] | None, tuple[str, int] | None]:
-    if not isinstance(stream, trio.SocketStream):
-        return None, None
-    socket = stream.socket
-    return (
-        parse_socket_addr(socket.family, socket.getpeername()),
-        parse_socket_addr(socket.family, socket.getsockname()),
-    )
+def _told_length(headers: Headers, method: str, body: bytes) -> int:
+    """Of a whole answer's body; an answer to HEAD tells that of the body which GET would have got."""
+    if method == "HEAD" and not body:
+        told = first_header(headers, "content-length")
+        if told is not None and told.isdigit():
+            return int(told)
+    return len(body)

@@ -10,9 +10,10 @@ from gymtrio.checkpoint.coordination import Controller, open_coordination
 from gymtrio.errors import SettingsError
 from gymtrio.ports import HostClock, HostRandomness
 from gymtrio.serving.client import ServerClient
+from gymtrio.serving.control_frames import open_control_frames
 from gymtrio.serving.controlchannel import HttpControlChannel
 from gymtrio.serving.deployment import Deployment, DeploymentDirectory, load_deployment
-from gymtrio.serving.pool import open_pool
+from gymtrio.serving.transports import open_transport
 
 
 @asynccontextmanager
@@ -40,13 +41,23 @@ async def open_controller(
     token = deployment.checkpoint.control_auth_token
     if not deployment.checkpoint.enabled or token is None:
         raise SettingsError("checkpoint.enabled is false: there is nothing to control")
-    async with open_pool(deployment.client) as pool:
-        client = ServerClient(DeploymentDirectory(deployment), pool, deployment.client)
-        async with open_coordination(
-            list(deployment.servers),
-            HttpControlChannel(client, token),
-            wall_clock=HostClock(),
-            randomness=HostRandomness(),
-            discovery_timeout_s=discovery_timeout_s,
-        ) as controller:
+    async with open_transport(deployment, "controller") as transport:
+        client = ServerClient(DeploymentDirectory(deployment), transport, deployment.client)
+        sockets = {name: deployment.socket_path(name) for name in deployment.servers}
+        randomness = HostRandomness()
+        async with (
+            open_control_frames(
+                {name: path for name, path in sockets.items() if path is not None},
+                token,
+                HttpControlChannel(client, token),
+                nonce=randomness.hex(8),
+            ) as channel,
+            open_coordination(
+                list(deployment.servers),
+                channel,
+                wall_clock=HostClock(),
+                randomness=randomness,
+                discovery_timeout_s=discovery_timeout_s,
+            ) as controller,
+        ):
             yield controller

@@ -53,6 +53,7 @@ async def open_control_plane(
                 wall_clock=ports.wall_clock,
                 lease_grace_s=settings.lease_grace_seconds,
                 recover=settings.recover,
+                randomness=ports.randomness,
             )
         )
 

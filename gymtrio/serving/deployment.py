@@ -16,11 +16,12 @@ supervisor binds every socket first and hands each server the *resolved* deploym
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import attrs
 import yaml
@@ -42,6 +43,9 @@ START_TIMEOUT_S_DEFAULT: Final = 5.0
 FILE_BYTES_MAX: Final = 4 * 2**20
 TOKEN_FILE: Final = "control-token"
 SESSION_FILE: Final = "session-secret"
+TCP_SCHEME: Final = "tcp://"
+SOCKET_NAME_CHARACTERS_MAX: Final = 32
+"""A socket's path has at most 107 bytes; the directory needs most of them."""
 RESOLVED_FILE: Final = "deployment.json"
 
 
@@ -75,6 +79,15 @@ def parse_bind(text: str) -> Bind:
     return Bind(host or "127.0.0.1", int(port))
 
 
+def _is_frames_address(
+    instance: object, attribute: attrs.Attribute[str | None], value: str | None
+) -> None:
+    if value is not None and (
+        not value.startswith(TCP_SCHEME) or not parse_bind(value.removeprefix(TCP_SCHEME)).port
+    ):
+        raise ValueError(f"{value!r} is not tcp://host:port")
+
+
 def _is_bind(instance: object, attribute: attrs.Attribute[str], value: str) -> None:
     parse_bind(value)
 
@@ -93,6 +106,9 @@ class ServerEntry:
     url: str | None = None
     bind: str = attrs.field(default="127.0.0.1:0", validator=_is_bind)
     """Port 0: any free one."""
+    frames: str | None = attrs.field(default=None, validator=_is_frames_address)
+    """`tcp://host:port` for frames from other hosts, whose callers present the control token. On one
+    host servers find each other's socket files, see `Deployment.socket_dir`."""
     kind: Kind | None = None
     """Needed only where the module does not tell, as `servers.<kind>.name` does."""
     settings: dict[str, object] = attrs.field(factory=dict)
@@ -135,7 +151,19 @@ class Deployment:
     """Signs session cookies; the control token does, where this is not given (RES-6)."""
     session_secret_file: str | None = None
     state_dir: str | None = None
-    """Where servers keep what outlives their process; each gets a directory of its own in it."""
+    """Where servers keep what outlives their process; each gets a directory of its own in it, which one
+    process at a time has (HARD-10). Of a file that names none: `.gymtrio/<name of the file>/state`
+    beside it, however its servers are started."""
+    transport: Literal["frames", "http"] = "frames"
+    """How servers call each other where both can: frames cost several times less than HTTP, and
+    thousands of waiting calls share one connection. HTTP is served besides in any case."""
+    socket_dir: str | None = None
+    """Where servers of this host have the socket files for frames: a short path, of a directory that is
+    private to its user, or not there yet. `gymtrio up` has one for each run directory."""
+    metrics: bool = True
+    """Serve `/metrics` on every server's port, without a token: nothing in it is secret."""
+    log_format: Literal["text", "json"] = "text"
+    """Of every server's log."""
     servers: dict[str, ServerEntry] = attrs.field(factory=dict)
 
     def entry(self, name: str) -> ServerEntry:
@@ -165,6 +193,29 @@ class Deployment:
         if entry.is_unbound:
             raise SettingsError(f"server {name!r} is bound to port 0, which nobody replaced yet")
         return parse_bind(entry.bind).url
+
+    def socket_path(self, name: str) -> Path | None:
+        """Where a server of this host takes frames; None: it does not.
+
+        A server of several processes does not: its connections could not be shared out among them.
+        """
+        entry = self.servers.get(name)
+        if self.transport != "frames" or self.socket_dir is None:
+            return None
+        if entry is None or entry.app is None or entry.settings.get("num_workers", 1) != 1:
+            return None
+        short = name
+        if len(name) > SOCKET_NAME_CHARACTERS_MAX:
+            short = hashlib.sha256(name.encode("ascii")).hexdigest()[:SOCKET_NAME_CHARACTERS_MAX]
+        return Path(self.socket_dir) / short
+
+    def frames_address(self, name: str) -> str | None:
+        """How a server is called over frames: a socket's path or `tcp://host:port`; None: it is not."""
+        path = self.socket_path(name)
+        entry = self.servers.get(name)
+        if path is not None or entry is None or entry.frames is None:
+            return None if path is None else str(path)
+        return None if self.transport != "frames" else entry.frames
 
     def resolved(self, binds: Mapping[str, Bind]) -> Deployment:
         """The same deployment with the addresses that were really bound."""
@@ -221,9 +272,14 @@ def load_deployment(path: str | Path, environment: Mapping[str, str] | None = No
         raise SettingsError(f"deployment file {path}: {error.strerror}") from None
     except (yaml.YAMLError, RecursionError) as error:
         raise SettingsError(f"{path}: not YAML: {error}") from None
-    return parse_deployment(
+    deployment = parse_deployment(
         value, where=str(path), folder=path.parent, environment=environment or os.environ
     )
+    if deployment.state_dir is not None:
+        return deployment
+    # Of the file itself, not of a link to it or of who starts a server.
+    real = path.resolve()
+    return attrs.evolve(deployment, state_dir=str(real.parent / ".gymtrio" / real.stem / "state"))
 
 
 def parse_deployment(
@@ -272,6 +328,7 @@ def parse_deployment(
         session_secret=secret,
         session_secret_file=None,
         state_dir=None if state_dir is None else str(base / state_dir),
+        socket_dir=None if deployment.socket_dir is None else str(base / deployment.socket_dir),
     )
 
 

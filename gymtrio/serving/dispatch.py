@@ -1,56 +1,53 @@
-"""The data path of a server: from an ASGI scope to a handler, and its answer back.
+"""Which of a server's handlers takes a request, and the one way in which they are run.
 
-Bare ASGI in front of the framework, because the hot routes carry nearly all requests. A handler runs
-as long as its caller is there: it is raced against `http.disconnect` and cancelled with it (SRV-3).
+In front of the framework, because the hot routes carry nearly all requests. Our own carriers ask
+`take`; foreign ASGI servers call the dispatcher, which asks the same.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import attrs
 import trio
 
 from gymtrio.context import (
+    ROLLOUT_PREFIX,
     AsgiApp,
+    Message,
     Receive,
     RolloutContext,
     Scope,
     Send,
     rollout_context,
     rollout_of_scope,
+    split_rollout_path,
 )
-from gymtrio.errors import Refusal, TooLarge, Unavailable
-from gymtrio.limits import DATA_BODY_BYTES_MAX
+from gymtrio.episodes.admission import Admission
+from gymtrio.errors import Refusal, Unavailable
+from gymtrio.serving.asgi import ForeignExchange, refuse_foreign, serve_foreign, uninterrupted
+from gymtrio.serving.draining import InWork
+from gymtrio.serving.exchange import Exchange, send_answer
 from gymtrio.serving.http import (
     Answer,
     BadRequest,
-    ClientGone,
     Handler,
     Headers,
     MethodNotAllowed,
     Request,
-    RequestTimedOut,
     Response,
-    StreamingResponse,
     epoch_of,
-    json_response,
+    internal_error,
     refusal_response,
 )
+from gymtrio.serving.metrics import FALLBACK_ROUTE, NO_ROUTE, ServerMetrics
+from gymtrio.wire.channel import Handler as CallHandler
 
-BODY_TIMEOUT_S: Final = 60.0
-"""From the head of a request to the end of its body."""
-
-RETRY_AFTER_S: Final = 1
+_STOPPING: Final = "this server is shutting down"
 
 _log = logging.getLogger(__name__)
-
-
-class _Left(Exception):
-    """The caller left before its request was whole."""
 
 
 @attrs.frozen
@@ -89,186 +86,181 @@ class Routes:
         return None
 
 
-class Dispatcher:
-    """Serves the requests of one running server; an ASGI application for `http` scopes."""
+@attrs.frozen
+class _Taken:
+    """A request that a hot route takes (`gymtrio.serving.asgi.Taken`)."""
 
-    def __init__(self, routes: Routes) -> None:
+    dispatcher: Dispatcher
+    route: str
+    """For metrics: a path of the server's own, or `FALLBACK_ROUTE`."""
+    handler: Handler
+    method: str
+    path: str
+    query: str
+    headers: Headers
+    context: RolloutContext | None
+
+    async def answer(self, body: bytes, scope: trio.CancelScope | None = None) -> Answer:
+        request = Request(self.method, self.path, self.query, self.headers, body, self.context)
+        in_work, status = self.dispatcher.in_work, 0
+        work = in_work.enter(scope)
+        try:
+            if scope is None:
+                with work:
+                    answer = await self._run(request)
+                if work.cancelled_caught:
+                    answer = refusal_response(_stopping())
+            else:
+                try:
+                    answer = await self._run(request)
+                except BaseException as error:
+                    if not in_work.drained or not _is_cancelled(error):
+                        raise
+                    answer = refusal_response(_stopping())
+            status = answer.status
+            return answer
+        finally:
+            in_work.leave(work)
+            self.dispatcher.metrics.request_ended(self.route, status)
+
+    async def _run(self, request: Request) -> Answer:
+        if self.context is None:
+            return await _answer_of(self.handler, request)
+        with rollout_context(self.context):
+            return await _answer_of(self.handler, request)
+
+
+class Dispatcher:
+    """Serves the requests of one running server: directly, and as an ASGI application.
+
+    Args:
+        gate: of the server's participant, if it has one.
+        calls: families of calls that are no requests, for frames.
+    """
+
+    def __init__(
+        self,
+        routes: Routes,
+        *,
+        metrics: ServerMetrics | None = None,
+        gate: Admission | None = None,
+        in_work: InWork | None = None,
+        calls: Mapping[str, CallHandler] | None = None,
+    ) -> None:
         self._routes = routes
+        self.calls = calls or {}
+        self._gate = gate
+        self.metrics = metrics or ServerMetrics(kind="", instance="")
+        self.in_work = in_work or InWork()
         self.accepting = True
         """Becomes False when the server begins to stop: new work is answered 503 (SRV-2)."""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await answer_refusal(_only_http(), scope, receive, send)
-            return
-        method: str = scope["method"]
-        try:
-            context, scope = self._context(scope)
-            handler = self._routes.handler(method, scope["path"])
-            if handler is None:
-                with rollout_context(context):
-                    await self._routes.framework(scope, receive, _uninterrupted(send))
-                return
-            if not self.accepting:
-                raise Unavailable("this server is shutting down")
-            request = await read_request(scope, receive, context)
-        except Refusal as refusal:
-            await answer_refusal(refusal, scope, receive, send)
-        except _Left:
-            return
-        else:
-            await serve(handler, request, receive, send)
+    def stop_accepting(self) -> None:
+        """Refuse new work from now on, and what waits at the gate; what runs goes on."""
+        self.accepting = False
+        if self._gate is not None:
+            self._gate.end(_STOPPING)
 
-    @staticmethod
-    def _context(scope: Scope) -> tuple[RolloutContext | None, Scope]:
-        path: str = scope["path"]
+    async def drain(self) -> None:
+        """End what runs and answer it 503; return when all of it has ended."""
+        await self.in_work.drain()
+
+    def take(self, exchange: Exchange) -> _Taken | None:
+        """See `gymtrio.serving.asgi.DirectApp`."""
+        try:
+            return self._take(exchange)
+        except Refusal as refusal:
+            self.metrics.request_ended(NO_ROUTE, refusal.status)
+            raise
+
+    def _take(self, exchange: Exchange) -> _Taken | None:
+        method, path, headers = exchange.method, exchange.path, exchange.headers
+        context = None
         if not path.startswith("/"):
             raise BadRequest("a request target is a path and starts with a slash")
+        if path.startswith(ROLLOUT_PREFIX):
+            context, path = split_rollout_path(path)
+            assert context is not None
+            context = attrs.evolve(context, epoch=epoch_of(headers))
+        handler = self._routes.handler(method, path)
+        if handler is None:
+            return None
+        if not self.accepting:
+            raise _stopping()
+        query = exchange.query.decode("latin-1")
+        route = path if path in self._routes.methods else FALLBACK_ROUTE
+        return _Taken(self, route, handler, method, path, query, headers, context)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            # A websocket is refused before it is accepted.
+            await send({"type": f"{scope['type']}.close"})
+            return
+        exchange = ForeignExchange(scope, receive, send)
+        try:
+            taken = self.take(exchange)
+        except Refusal as refusal:
+            await refuse_foreign(refusal, exchange)
+            return
+        if taken is not None:
+            await serve_foreign(taken, exchange)
+            return
         context, scope = rollout_of_scope(scope)
         if context is not None:
-            context = attrs.evolve(context, epoch=epoch_of(_headers_of(scope)))
-        return context, scope
+            context = attrs.evolve(context, epoch=epoch_of(exchange.headers))
+        await self._run_framework(scope, context, receive, send)
 
-
-def _headers_of(scope: Scope) -> Headers:
-    return tuple((bytes(name).lower(), bytes(value)) for name, value in scope["headers"])
-
-
-def _uninterrupted(send: Send) -> Send:
-    # hypercorn announces a disconnect in the middle of the last send; a framework that cancels on it
-    # would cut that send short and the connection's idle timer would never start.
-    async def shielded(message: object) -> None:
+    async def _run_framework(
+        self, scope: Scope, context: RolloutContext | None, receive: Receive, send: Send
+    ) -> None:
+        sending = _Sending(send)
+        work = self.in_work.enter()
+        began = trio.current_time()
         try:
-            with trio.CancelScope(shield=True):
-                await send(message)  # type: ignore[arg-type]
-        except ClientGone:
-            pass
-
-    return shielded
-
-
-def _only_http() -> Refusal:
-    return BadRequest("this server speaks HTTP only")
-
-
-def _refused(refusal: Refusal) -> Response:
-    response = refusal_response(refusal)
-    more: Headers = ()
-    if refusal.status == 503:
-        more = ((b"retry-after", b"%d" % RETRY_AFTER_S),)
-    elif isinstance(refusal, MethodNotAllowed):
-        more = ((b"allow", ", ".join(refusal.allowed).encode("ascii")),)
-    return attrs.evolve(response, headers=(*response.headers, *more)) if more else response
+            with work, rollout_context(context):
+                await self._routes.framework(scope, receive, uninterrupted(sending))
+            if work.cancelled_caught and not sending.status:
+                await send_answer(
+                    ForeignExchange(scope, receive, sending), refusal_response(_stopping())
+                )
+        finally:
+            self.in_work.leave(work)
+            took_s = trio.current_time() - began
+            self.metrics.framework_ended(scope["path"], sending.status, took_s)
 
 
-async def read_request(
-    scope: Scope,
-    receive: Receive,
-    context: RolloutContext | None,
-    *,
-    body_bytes_max: int = DATA_BODY_BYTES_MAX,
-) -> Request:
-    """Read the body of a request whole.
+class _Sending:
+    """Passes messages on, and keeps the status; 0: none was sent."""
 
-    Raises:
-        TooLarge: it is over the limit; nothing beyond the limit was kept.
-        RequestTimedOut: it did not arrive within `BODY_TIMEOUT_S`.
-        _Left: the caller did.
-    """
-    headers = _headers_of(scope)
-    declared = next((value for name, value in headers if name == b"content-length"), b"0")
-    if declared.isdigit() and int(declared) > body_bytes_max:
-        raise TooLarge(f"body of {int(declared)} bytes, limit {body_bytes_max}")
-    with trio.move_on_after(BODY_TIMEOUT_S) as timer:
-        body = await _read_body(receive, body_bytes_max)
-    if timer.cancelled_caught:
-        raise RequestTimedOut(f"body not received within {BODY_TIMEOUT_S:g} s")
-    return Request(
-        method=scope["method"],
-        path=scope["path"],
-        query=scope["query_string"].decode("latin-1"),
-        headers=headers,
-        body=body,
-        context=context,
-    )
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.status = 0
+
+    async def __call__(self, message: Message) -> None:
+        self.status = message.get("status", self.status)
+        await self._send(message)
 
 
-async def _read_body(receive: Receive, bytes_max: int) -> bytes:
-    parts: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise _Left
-        part: bytes = message.get("body", b"")
-        size += len(part)
-        if size > bytes_max:
-            raise TooLarge(f"body over the limit of {bytes_max} bytes")
-        parts.append(part)
-        if not message.get("more_body", False):
-            return parts[0] if len(parts) == 1 else b"".join(parts)
+def _stopping() -> Unavailable:
+    return Unavailable(_STOPPING)
 
 
-async def serve(handler: Handler, request: Request, receive: Receive, send: Send) -> None:
-    """Run a handler on behalf of its caller and send its answer.
-
-    A caller that leaves cancels the handler, or the stream that it answered with. What must complete
-    regardless is owned by the service's nursery, not by the handler.
-
-    Cancelled: the handler is; whatever was sent before stays sent.
-    """
-    caller = _Caller()
-    answer: Answer | None = None
-    delivered = False
-    try:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(caller.watch, receive, nursery.cancel_scope)
-            with rollout_context(request.context):
-                answer = await _answer_of(handler, request)
-                if isinstance(answer, StreamingResponse):
-                    await _send_chunks(answer, caller, send)
-            nursery.cancel_scope.cancel()
-        # Outside the race: servers announce a disconnect while they finish a request.
-        if not caller.left:
-            await _send_rest(answer, request.method, send)
-            delivered = True
-    except ClientGone:
-        pass
-    finally:
-        if answer is not None and answer.on_done is not None:
-            answer.on_done(delivered)
-
-
-async def _send_rest(answer: Answer, method: str, send: Send) -> None:
-    if isinstance(answer, Response):
-        await _send_whole(answer, method, send)
-    else:
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-class _Caller:
-    """Whether the caller of a request is still there."""
-
-    def __init__(self) -> None:
-        self.left = False
-
-    async def watch(self, receive: Receive, scope: trio.CancelScope) -> None:
-        """Cancel the work when the caller leaves; drops what it sends besides."""
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self.left = True
-        scope.cancel()
+def _is_cancelled(error: BaseException) -> bool:
+    """Nothing but cancellation, also out of nurseries."""
+    if isinstance(error, BaseExceptionGroup):
+        return error.split(trio.Cancelled)[1] is None
+    return isinstance(error, trio.Cancelled)
 
 
 async def _answer_of(handler: Handler, request: Request) -> Answer:
     try:
         return await handler(request)
     except Refusal as refusal:
-        return _refused(refusal)
+        return refusal_response(refusal)
     except ExceptionGroup as group:
         leaf = _only_leaf(group)
         if isinstance(leaf, Refusal):
-            return _refused(leaf)
+            return refusal_response(leaf)
         return _failed(request, group)
     except Exception as error:  # noqa: BLE001 - the edge: one request fails, the server goes on
         return _failed(request, error)
@@ -285,59 +277,3 @@ def _only_leaf(group: ExceptionGroup[Exception]) -> Exception:
 def _failed(request: Request, error: Exception) -> Response:
     _log.error("%s %s failed", request.method, request.path, exc_info=error)
     return internal_error()
-
-
-def internal_error() -> Response:
-    """What a caller is told about a fault of ours: nothing but that there was one."""
-    return json_response(
-        {"error": {"code": "internal_error", "detail": "see the server's log"}}, 500
-    )
-
-
-def _head(answer: Answer, length: int | None) -> dict[str, object]:
-    headers = [(b"content-type", answer.content_type.encode("latin-1")), *answer.headers]
-    if length is not None:
-        headers.append((b"content-length", b"%d" % length))
-    return {"type": "http.response.start", "status": answer.status, "headers": headers}
-
-
-async def _send_whole(response: Response, method: str, send: Send) -> None:
-    await send(_head(response, len(response.body)))
-    body = b"" if method == "HEAD" else response.body
-    await send({"type": "http.response.body", "body": body, "more_body": False})
-
-
-async def answer_refusal(refusal: Refusal, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer before the body was read: what comes of it is dropped, so that nothing is held up."""
-    if scope["type"] != "http":
-        # A websocket is refused before it is accepted.
-        await send({"type": f"{scope['type']}.close"})
-        return
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(_Caller().watch, receive, trio.CancelScope())
-        try:
-            await _send_whole(_refused(refusal), scope["method"], send)
-        except ClientGone:
-            pass
-        nursery.cancel_scope.cancel()
-
-
-async def _send_chunks(answer: StreamingResponse, caller: _Caller, send: Send) -> None:
-    """Send a stream but for its last, empty message."""
-    try:
-        await send(_head(answer, None))
-        async with _closing(answer.chunks) as chunks:
-            async for chunk in chunks:
-                if chunk:
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
-    except ClientGone:
-        caller.left = True
-
-
-@asynccontextmanager
-async def _closing(chunks: AsyncIterator[bytes]) -> AsyncIterator[AsyncIterator[bytes]]:
-    try:
-        yield chunks
-    finally:
-        if isinstance(chunks, AsyncGenerator):
-            await chunks.aclose()

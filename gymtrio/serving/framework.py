@@ -20,10 +20,16 @@ from werkzeug.routing import RequestRedirect
 from gymtrio.errors import Refusal
 from gymtrio.limits import CONTROL_BODY_BYTES_MAX
 from gymtrio.serving.http import Response, json_response, refusal_response
+from gymtrio.serving.metrics import (
+    CONTENT_TYPE,
+    HEALTH_PATH,
+    METRICS_PATH,
+    OWN_PATHS,
+    READY_PATH,
+    ServerMetrics,
+)
 
 BODY_TIMEOUT_S: Final = 60
-HEALTH_PATH: Final = "/health"
-READY_PATH: Final = "/ready"
 RESERVED_PREFIXES: Final = ("/ng-control/",)
 """Never a tool's name: a server without checkpointing answers 404 here."""
 
@@ -56,11 +62,16 @@ def to_quart(response: Response) -> QuartResponse:
     return made
 
 
-def build_framework(identity: Identity, not_ready: Callable[[], str | None]) -> QuartTrio:
+def build_framework(
+    identity: Identity,
+    not_ready: Callable[[], str | None],
+    metrics: ServerMetrics | None = None,
+) -> QuartTrio:
     """Make the application with its health routes and JSON errors.
 
     Args:
         not_ready: why the server does not accept work now; None: it does.
+        metrics: shown to whoever asks; None: to nobody.
     """
     app = QuartTrio(__name__, static_folder=None)
     app.json.sort_keys = False  # type: ignore[attr-defined]
@@ -81,6 +92,12 @@ def build_framework(identity: Identity, not_ready: Callable[[], str | None]) -> 
         if reason is None:
             return to_quart(json_response({"status": "ready", **who}))
         return to_quart(json_response({"status": "not_ready", "reason": reason, **who}, 503))
+
+    if metrics is not None:
+
+        @app.get(METRICS_PATH)
+        async def show_metrics() -> QuartResponse:
+            return QuartResponse(metrics.render(), content_type=CONTENT_TYPE)
 
     return app
 
@@ -103,11 +120,10 @@ def _answer_errors_in_json(app: QuartTrio) -> None:
 
 def framework_takes(app: QuartTrio, has_author_routes: bool) -> Callable[[str, str], bool]:
     """Say for a method and path whether the framework has a route (of whatever method) for it."""
-    fixed = frozenset({HEALTH_PATH, READY_PATH})
     urls = app.url_map.bind("localhost")
 
     def takes(method: str, path: str) -> bool:
-        if path in fixed or path.startswith(RESERVED_PREFIXES):
+        if path in OWN_PATHS or path.startswith(RESERVED_PREFIXES):
             return True
         if not has_author_routes:
             return False

@@ -13,6 +13,7 @@ from quart_trio import QuartTrio
 
 from gymtrio.checkpoint.archive import Archive
 from gymtrio.checkpoint.participant import Participant
+from gymtrio.episodes.admission import Admission
 from gymtrio.ports import HostClock, HostRandomness, Randomness, WallClock
 from gymtrio.serving.client import Directory, ServerClient, Transport
 from gymtrio.serving.deployment import Deployment
@@ -76,8 +77,12 @@ class Service:
     """Takes what neither `routes` nor the framework serve, such as tools called by name."""
     participant: Participant | None = None
     """What takes part in checkpoints; opened and served only when checkpointing is enabled."""
+    gate: Admission | None = None
+    """Where its requests wait during a checkpoint, of a service whose participant is elsewhere."""
     add_routes: Callable[[QuartTrio], None] | None = None
     """Adds an author's own routes to the framework's application."""
+    not_ready: Callable[[], str | None] | None = None
+    """Why it accepts no work now, for `/ready`; None: it does."""
 
 
 OpenService: TypeAlias = Callable[[ServiceHost[S]], AbstractAsyncContextManager[Service]]

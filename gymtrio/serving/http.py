@@ -25,6 +25,11 @@ HeadersLike: TypeAlias = Iterable[tuple[str | bytes, str | bytes]]
 
 JSON_CONTENT_TYPE: Final = "application/json"
 
+_ENCODER: Final = json.JSONEncoder(separators=(",", ":"))
+
+RETRY_AFTER_S: Final = 1
+"""Said with every 503: a server that drains is replaced soon."""
+
 _COOKIE_OCTETS: Final = frozenset(
     chr(c) for c in range(0x21, 0x7F) if chr(c) not in {'"', ",", ";", "\\"}
 )
@@ -111,7 +116,7 @@ def dump_json(value: object) -> bytes:
     Raises:
         TypeError, ValueError: `value` is not JSON; a fault of the caller.
     """
-    return json.dumps(value, separators=(",", ":")).encode("ascii")
+    return _ENCODER.encode(value).encode("ascii")
 
 
 @attrs.frozen
@@ -247,4 +252,15 @@ def json_response(
 
 def refusal_response(refusal: Refusal) -> Response:
     """The answer that a refusal stands for (CTL-17)."""
-    return json_response(refusal.body(), refusal.status)
+    headers: Headers = ()
+    if refusal.status == 503:
+        headers = ((b"retry-after", b"%d" % RETRY_AFTER_S),)
+    elif isinstance(refusal, MethodNotAllowed):
+        headers = ((b"allow", ", ".join(refusal.allowed).encode("ascii")),)
+    return json_response(refusal.body(), refusal.status, headers)
+
+
+def internal_error() -> Response:
+    """What a caller is told about a fault of ours: nothing but that there was one."""
+    error = {"code": "internal_error", "detail": "see the server's log"}
+    return json_response({"error": error}, 500)

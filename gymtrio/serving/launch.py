@@ -9,33 +9,37 @@
 from __future__ import annotations
 
 import ctypes
-import gc
+import faulthandler
 import importlib
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from functools import partial
 from typing import Any, Final, cast
 
 import trio
-from hypercorn.trio.worker_context import WorkerContext
 
 from gymtrio.background import open_background
 from gymtrio.context import AsgiApp
 from gymtrio.errors import HostError, SettingsError
-from gymtrio.serving.connection import Connection, HttpLimits, hypercorn_config
+from gymtrio.serving.connection import Connection, HttpLimits, Shared
 from gymtrio.serving.deployment import Bind
-from gymtrio.serving.lifespan import StartFailed, open_lifespan
+from gymtrio.serving.draining import (
+    DRAIN_S_MAX,
+    LAST_ANSWERS_S,
+    LAST_ANSWERS_S_MAX,
+)
+from gymtrio.serving.garbage import spare_the_loop
+from gymtrio.serving.lifespan import SHUTDOWN_S_MAX, StartFailed, open_lifespan
 
 BACKLOG: Final = 4096
 """Connections that wait while the loop is busy; the kernel's own limit on Linux."""
 
-GC_THRESHOLDS: Final = (100_000, 20, 100)
-"""A full collection over thousands of parked requests stops the loop for seconds: make it rare."""
-
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 _PR_SET_PDEATHSIG: Final = 1
 
 _log = logging.getLogger(__name__)
@@ -83,15 +87,19 @@ async def serve_app(
     *,
     stop: trio.Event,
     limits: HttpLimits | None = None,
+    connections: set[Connection] | None = None,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Start an application and serve it until `stop` is set.
 
-    Stopping: listeners are closed; the application is told to take no new work; idle connections are
-    closed; running requests get `limits.grace_s`; then they are cancelled, and the application stops.
+    Stopping (SRV-2): listeners are closed; the application is told to take no new work, and answers
+    what waits for its gate; idle connections are closed. Running requests get `limits.grace_s`. What
+    runs then is cancelled, cleans up within `DRAIN_S` and is answered 503; connections that do not take
+    their answers are cut, all of them after `LAST_ANSWERS_S_MAX`. The application stops last.
 
     Args:
         listeners: owned from now on.
+        connections: filled with those that are open, for whoever wants to know.
         task_status: started when the application is, and connections are accepted.
 
     Raises:
@@ -99,20 +107,19 @@ async def serve_app(
         ExceptionGroup: it failed while running. Errors of connections are not raised.
     """
     limits = limits or HttpLimits()
-    context = WorkerContext(None)
-    config = hypercorn_config(limits)
-    connections: set[Connection] = set()
+    shared = Shared(limits)
+    connections = set() if connections is None else connections
     opened: list[Any] = list(listeners)
 
     async def serve_stream(stream: trio.abc.Stream) -> None:
-        connection = Connection(app, stream, config=config, context=context, limits=limits)
+        connection = Connection(app, stream, shared)
         connections.add(connection)
         try:
             await connection.run()
         finally:
             connections.discard(connection)
 
-    async with open_lifespan(app):
+    async with open_lifespan(app), trio.open_nursery() as ending:
         async with trio.open_nursery() as serving:
             async with trio.open_nursery() as accepting:
                 accepting.start_soon(
@@ -124,10 +131,26 @@ async def serve_app(
             stop_accepting = getattr(app, "stop_accepting", None)
             if stop_accepting is not None:
                 stop_accepting()
-            await context.terminated.set()
+            shared.stopping = True
             for connection in connections:
                 connection.stop_when_idle()
-            serving.cancel_scope.deadline = trio.current_time() + limits.grace_s
+            ending.start_soon(_end_in_time, app, connections, serving.cancel_scope, limits)
+        ending.cancel_scope.cancel()
+
+
+async def _end_in_time(
+    app: AsgiApp, connections: Sized, serving: trio.CancelScope, limits: HttpLimits
+) -> None:
+    await trio.sleep(limits.grace_s)
+    drain = getattr(app, "drain", None)
+    if drain is not None:
+        await drain()
+        with trio.move_on_after(LAST_ANSWERS_S_MAX):
+            before = len(connections) + 1
+            while len(connections) < before:
+                before = len(connections)
+                await trio.sleep(LAST_ANSWERS_S)
+    serving.cancel()
 
 
 def run_server(app: AsgiApp, sock: socket.socket, *, limits: HttpLimits | None = None) -> int:
@@ -137,6 +160,7 @@ def run_server(app: AsgiApp, sock: socket.socket, *, limits: HttpLimits | None =
         The exit status: 0 after a signal, 1 when the application could not start or failed.
     """
     status = 0
+    allow_many_files()
     try:
         trio.run(_serve_until_signal, app, sock, limits)
     except* StartFailed:
@@ -149,17 +173,30 @@ def run_server(app: AsgiApp, sock: socket.socket, *, limits: HttpLimits | None =
     return status
 
 
+def allow_many_files() -> None:
+    """Raise this process's limit on open files as far as it may: a connection is one (SRV-4).
+
+    The usual 1,024 are for programs that use `select`; trio does not.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 async def _serve_until_signal(app: AsgiApp, sock: socket.socket, limits: HttpLimits | None) -> None:
     stop = trio.Event()
+    limits = limits or HttpLimits()
     address = bound_to(sock)
+    connections: set[Connection] = set()
+    stops_s_max = limits.grace_s + DRAIN_S_MAX + SHUTDOWN_S_MAX
     async with open_background() as background:
         async with trio.open_nursery() as serving:
             started = trio.Event()
-            await background.start(_watch_signals, started, stop, serving.cancel_scope)
-            listeners = [to_listener(sock)]
-            await serving.start(partial(serve_app, app, listeners, stop=stop, limits=limits))
+            hard = serving.cancel_scope
+            await background.start(_watch_signals, started, stop, hard, stops_s_max)
+            serve = partial(serve_app, stop=stop, limits=limits, connections=connections)
+            await serving.start(serve, app, [to_listener(sock)])
             started.set()
-            spare_long_lived_objects()
+            background.start_soon(spare_the_loop, lambda: len(connections))
             _log.info("serving on %s", address)
 
 
@@ -167,24 +204,43 @@ async def _watch_signals(
     started: trio.Event,
     stop: trio.Event,
     hard: trio.CancelScope,
+    stops_s_max: float,
     *,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """The first signal stops in order, the second at once; so does any before all has started."""
-    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+    """The first signal stops in order, the second at once; so does any before all has started.
+
+    Args:
+        stops_s_max: so long after the first the process ends wherever it is: it says where on standard
+            error, and exits with 1. Also when the loop is what does not go on.
+    """
+    with trio.open_signal_receiver(*_SIGNALS) as signals:
+        _limit_stopping(stops_s_max)
         task_status.started()
-        async for number in signals:
-            _log.info("stopping after %s", signal.Signals(number).name)
-            if stop.is_set() or not started.is_set():
-                hard.cancel()
-            stop.set()
+        try:
+            async for number in signals:
+                _log.info("stopping after %s", signal.Signals(number).name)
+                if stop.is_set() or not started.is_set():
+                    hard.cancel()
+                stop.set()
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
 
-def spare_long_lived_objects() -> None:
-    """Take what start-up made out of garbage collection, and collect rarely from here on."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*GC_THRESHOLDS)
+def _limit_stopping(stops_s_max: float) -> None:
+    """See to it that the clock runs from a signal on, whether or not the loop hears of it."""
+    counting = False
+    for number in _SIGNALS:
+        trios: Any = signal.getsignal(number)
+
+        def arrived(number: int, frame: Any, trios: Any = trios) -> None:
+            nonlocal counting
+            if not counting:
+                counting = True
+                faulthandler.dump_traceback_later(stops_s_max, exit=True)
+            trios(number, frame)
+
+        signal.signal(number, arrived)
 
 
 def load_app(name: str) -> AsgiApp:

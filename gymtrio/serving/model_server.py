@@ -21,20 +21,31 @@ from gymtrio.capture.cuts import (
     CutReceipt,
     EngineDescription,
 )
+from gymtrio.capture.ledger import LedgerRow
 from gymtrio.capture.log_store import LogTokenStore, open_log_store
 from gymtrio.capture.replies import Route
-from gymtrio.errors import InvalidRequest, PeerRefused, Refusal, SettingsError, TransportError
-from gymtrio.participants.policy.calls import BackendReply, Policy, PolicyCall
+from gymtrio.capture.tokens import TokenStore
+from gymtrio.errors import PeerRefused, SettingsError, TransportError
+from gymtrio.ids import EpisodeId
+from gymtrio.participants.policy.calls import Backend, BackendReply
 from gymtrio.participants.policy.participant import PolicyParticipant
 from gymtrio.participants.policy.plain import PlainPolicy
+from gymtrio.participants.policy.worker import PolicyWorker
 from gymtrio.serving.client import Reply, ServerClient
 from gymtrio.serving.host import Service, ServiceHost
-from gymtrio.serving.http import Handler, HeadersLike, Request, Response, json_response
+from gymtrio.serving.http import HeadersLike
 from gymtrio.serving.ledger_route import add_ledger_route
-from gymtrio.serving.openai_shapes import complete_reply
+from gymtrio.serving.policy_routes import policy_routes
+from gymtrio.serving.policy_worker import WorkerPlace, add_worker_routes, linked, part_writer
+from gymtrio.serving.stock.backend import StockBackend
+from gymtrio.serving.stock.calls import EngineCalls
+from gymtrio.serving.stock.engines import StockApi, StockEngine
+from gymtrio.serving.stock.llama_cpp import LlamaCppEngine
+from gymtrio.serving.stock.outputs import ToolCallFormat
+from gymtrio.serving.stock.vllm import VllmEngine
+from gymtrio.serving.workers import COORDINATOR_VARIABLE, some_workers
 from gymtrio.settings import Secret
 from gymtrio.strict import structure, unstructure
-from gymtrio.wire.native import ADMISSION_HEADER
 
 TOKEN_STORE_DEFAULT: Final = "tokens"
 _ERROR_SHOWN_CHARACTERS_MAX: Final = 500
@@ -48,6 +59,12 @@ class ModelSettings:
     """The engine: a server of the deployment, or a base URL; a `/v1` at its end may be given."""
     native_backend: bool = False
     """It cuts and continues generations (`gymtrio/capture/DESIGN.md`)."""
+    stock_backend: StockApi | None = None
+    """The API of an engine that does not, whose generations are cut from here (`stock/DESIGN.md`)."""
+    policy_version: int = 0
+    """Of the weights of a stock backend, which does not tell."""
+    tool_calls: ToolCallFormat = ToolCallFormat.HERMES
+    """How the model behind a stock backend writes tool calls."""
     backend_model: str | None = None
     """What the engine calls the model; None: calls keep the name that the caller gave."""
     backend_key: Secret | None = None
@@ -58,6 +75,9 @@ class ModelSettings:
     """Take part in checkpoints. For the policy only: judges and simulators do not (POL-1)."""
     checkpoint_generation_cuts: bool = False
     """Make generations in flight durable at a checkpoint (CUT)."""
+    num_workers: int = attrs.field(default=1, validator=some_workers)
+    """Processes that serve it. With more than one, the process that `gymtrio up` starts serves no calls
+    and coordinates them (`DESIGN.md`)."""
     token_store: str | None = None
     """Directory of the token store, which a native engine shares; relative to the deployment's state
     directory. None: `tokens` there."""
@@ -92,12 +112,17 @@ async def open_policy_service(host: ServiceHost[ModelSettings]) -> AsyncIterator
     settings = host.settings
     _check(settings)
     host.client.url_of(_without_version(settings.backend))
-    backend = HttpBackend(host.client, settings, control_token=host.control_token)
+    backend: Backend = HttpBackend(host.client, settings, control_token=host.control_token)
     if not (settings.checkpoint_policy and host.checkpoint.enabled):
         policy = PlainPolicy(backend, host.randomness)
         yield Service(routes=policy_routes(policy, settings.model))
         return
     async with open_token_store(host, settings.token_store) as store:
+        backend = _cutting(host, backend, store)
+        if settings.num_workers > 1:
+            async with _open_worker(host, backend, store) as service:
+                yield service
+            return
         participant = PolicyParticipant(
             host.instance,
             backend=backend,
@@ -106,73 +131,88 @@ async def open_policy_service(host: ServiceHost[ModelSettings]) -> AsyncIterator
             generation_cuts=settings.checkpoint_generation_cuts,
         )
         assert host.control_token is not None, "checked when the deployment was read"
+
+        async def rows_of(episode_id: EpisodeId) -> tuple[LedgerRow, ...]:
+            return participant.rows(episode_id)
+
         yield Service(
             routes=policy_routes(participant, settings.model),
             participant=participant,
             add_routes=partial(
-                add_ledger_route, participant=participant, is_token=host.control_token.matches
+                add_ledger_route, rows_of=rows_of, is_token=host.control_token.matches
             ),
+        )
+
+
+@asynccontextmanager
+async def _open_worker(
+    host: ServiceHost[ModelSettings], backend: Backend, store: TokenStore
+) -> AsyncIterator[Service]:
+    """Serve as one of several workers.
+
+    Raises:
+        SettingsError: nobody coordinates them.
+    """
+    settings = host.settings
+    place = WorkerPlace.of_environment()
+    if place is None:
+        raise SettingsError(
+            f"num_workers is {settings.num_workers}, and there is no coordinator: start the server "
+            f"with `gymtrio up`, or run `gymtrio coordinate` and set {COORDINATOR_VARIABLE}"
+        )
+    worker = PolicyWorker(
+        host.instance,
+        backend=backend,
+        token_store=store,
+        randomness=host.randomness,
+        generation_cuts=settings.checkpoint_generation_cuts,
+        part_writer=part_writer(host),
+    )
+    async with linked(worker, place, host):
+        yield Service(
+            routes=policy_routes(worker, settings.model),
+            gate=worker.admission,
+            add_routes=partial(add_worker_routes, worker=worker, host=host),
+            not_ready=worker.not_ready,
         )
 
 
 def _check(settings: ModelSettings) -> None:
     if settings.checkpoint_generation_cuts and not settings.checkpoint_policy:
         raise SettingsError("checkpoint_generation_cuts needs checkpoint_policy")
-    if settings.checkpoint_generation_cuts and not settings.native_backend:
+    if settings.native_backend and settings.stock_backend is not None:
+        raise SettingsError("native_backend and stock_backend: an engine is one or the other")
+    cuts = settings.native_backend or settings.stock_backend is not None
+    if settings.checkpoint_generation_cuts and not cuts:
         raise SettingsError(
-            "checkpoint_generation_cuts needs native_backend: generations of other engines are "
-            "not cut yet"
+            "checkpoint_generation_cuts needs native_backend, or stock_backend with the engine's API: "
+            + ", ".join(api.value for api in StockApi)
         )
 
 
-def policy_routes(policy: Policy, model: str) -> dict[tuple[str, str], Handler]:
-    """The routes of a policy model (POL-1)."""
-    routes: dict[tuple[str, str], Handler] = {
-        ("POST", route.value): partial(_answer, policy, route, model) for route in Route
-    }
-    return routes | {("GET", "/v1/models"): partial(_list_models, model)}
-
-
-async def _answer(policy: Policy, route: Route, model: str, request: Request) -> Response:
-    try:
-        return await _serve(policy, route, model, request)
-    except Refusal as refusal:
-        # OpenAI's clients show `message` and nothing else of an error.
-        error = refusal.body()["error"] | {"message": refusal.detail, "type": refusal.code}
-        headers = (("retry-after", "1"),) if refusal.status == 503 else ()
-        return json_response({"error": error}, refusal.status, headers)
-
-
-async def _serve(policy: Policy, route: Route, model: str, request: Request) -> Response:
-    """Serve one call; from the reply to the answer there is no suspension (POL-2)."""
-    body = request.json()
-    if not isinstance(body, dict):
-        raise InvalidRequest("the body of a model call is a JSON object")
-    context = request.context
-    reply = await policy.call(
-        None if context is None else context.episode_id,
-        PolicyCall(
-            route=route,
-            body=body,
-            capture_tokens=context is not None and context.capture_tokens,
-            refuse_when_closed=request.header(ADMISSION_HEADER) == "refuse",
-            epoch=request.epoch,
-        ),
+def _cutting(host: ServiceHost[ModelSettings], backend: Backend, store: TokenStore) -> Backend:
+    """A backend that can be cut, if it is a stock one that is to be."""
+    settings = host.settings
+    if settings.stock_backend is None or not settings.checkpoint_generation_cuts:
+        return backend
+    calls = EngineCalls(
+        host.client, _without_version(settings.backend), _bearer(settings.backend_key)
     )
-    answer: Response | None = None
-    try:
-        if reply.status == 200:
-            complete_reply(route, body, reply.body, model)
-        answer = json_response(reply.body, reply.status, on_done=reply.done)
-    finally:
-        if answer is None:
-            reply.done(False)
-    return answer
+    return StockBackend(
+        _stock_engine(settings.stock_backend, calls, model=settings.backend_model),
+        backend,
+        store,
+        policy_version=settings.policy_version,
+        tool_calls=settings.tool_calls,
+        randomness=host.randomness,
+        wall_clock=host.wall_clock,
+    )
 
 
-async def _list_models(model: str, request: Request) -> Response:
-    entry = {"id": model, "object": "model", "created": 0, "owned_by": "gymtrio"}
-    return json_response({"object": "list", "data": [entry]})
+def _stock_engine(api: StockApi, calls: EngineCalls, *, model: str | None) -> StockEngine:
+    if api is StockApi.LLAMA_CPP:
+        return LlamaCppEngine(calls)
+    return VllmEngine(calls, model=model)
 
 
 class HttpBackend:

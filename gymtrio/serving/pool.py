@@ -206,6 +206,10 @@ class PoolStatistics:
     waiting: int
     """Calls waiting for a place."""
     idle: int
+    waits: int
+    """Calls that had to wait for a place, since the pool was opened."""
+    waited_s: float
+    """How long they waited, those that still do apart."""
 
 
 class Pool:
@@ -215,16 +219,21 @@ class Pool:
         self._settings = settings
         self._connector = connector
         self._lines: dict[tuple[Origin, Lane], _Line] = {}
+        self._waits = dict.fromkeys(Lane, 0)
+        self._waited_s = dict.fromkeys(Lane, 0.0)
         self._some_idle = trio.Event()
         self._tls: ssl.SSLContext | None = None
 
     def statistics(self, lane: Lane | None = None) -> PoolStatistics:
         """Count what is held, in one lane or in all."""
         lines = [line for (_, of), line in self._lines.items() if lane in (None, of)]
+        lanes = list(Lane) if lane is None else [lane]
         return PoolStatistics(
             active=sum(line.limiter.borrowed_tokens for line in lines),
             waiting=sum(line.waiting for line in lines),
             idle=sum(len(line.idle) for line in lines),
+            waits=sum(self._waits[of] for of in lanes),
+            waited_s=sum(self._waited_s[of] for of in lanes),
         )
 
     @asynccontextmanager
@@ -235,7 +244,10 @@ class Pool:
         line = self._line(origin, lane)
         # Not on behalf of the task: one task may hold two exchanges, such as a stream and a call.
         place = object()
-        await line.limiter.acquire_on_behalf_of(place)
+        if line.limiter.available_tokens:
+            await line.limiter.acquire_on_behalf_of(place)
+        else:
+            await self._wait_for_place(line, lane, place)
         connection: _Connection | None = None
         reusable = False
         try:
@@ -251,6 +263,14 @@ class Pool:
                     await connection.close()
             if line.unused:
                 self._lines.pop((origin, lane), None)
+
+    async def _wait_for_place(self, line: _Line, lane: Lane, place: object) -> None:
+        began = trio.current_time()
+        self._waits[lane] += 1
+        try:
+            await line.limiter.acquire_on_behalf_of(place)
+        finally:
+            self._waited_s[lane] += trio.current_time() - began
 
     def _line(self, origin: Origin, lane: Lane) -> _Line:
         line = self._lines.get((origin, lane))

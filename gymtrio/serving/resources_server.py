@@ -51,7 +51,8 @@ class ResourcesServer:
     """Base of resources servers."""
 
     checkpoint_mode: ClassVar[str] = Mode.RESTART_ONLY.value
-    """`restart_only`, `stateless` or `exported`; the last needs the hooks of `SessionHooks` (RES-1)."""
+    """`restart_only`, `stateless` or `exported`; the last needs the hooks of `SessionHooks` (RES-1),
+    and may have that of `StopHook` for what a session holds outside the process (CTL-13)."""
     checkpoint_verify: ClassVar[str] = StepMode.WAIT.value
     """`replay`: a verify may run again after a crash; else `wait` (RES-4)."""
 

@@ -49,6 +49,7 @@ from gymtrio.serving.resources_tools import Tool, object_of, structured
 from gymtrio.strict import nearest_name, unstructure
 from gymtrio.wire.native import (
     ADMISSION_HEADER,
+    ONLY_SESSION_HEADER,
     VERIFY_HEADER,
     CloseSessionReply,
     CloseSessionRequest,
@@ -291,6 +292,7 @@ class ResourcesRoutes:
             doing=doing,
             epoch=request.epoch,
             refuse=request.header(ADMISSION_HEADER) == "refuse",
+            only_session=request.header(ONLY_SESSION_HEADER) == "1",
         ) as admitted:
             try:
                 response = await work(admitted)

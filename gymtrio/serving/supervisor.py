@@ -30,6 +30,7 @@ from gymtrio.background import open_background
 from gymtrio.errors import HostError, TransportError
 from gymtrio.limits import CLEANUP_S_MAX
 from gymtrio.serving.client import ServerClient
+from gymtrio.serving.connection import HttpLimits
 from gymtrio.serving.deployment import (
     DEPLOYMENT_VARIABLE,
     RESOLVED_FILE,
@@ -41,15 +42,22 @@ from gymtrio.serving.deployment import (
     ServerEntry,
     parse_bind,
 )
-from gymtrio.serving.framework import HEALTH_PATH, READY_PATH
+from gymtrio.serving.draining import DRAIN_S_MAX
 from gymtrio.serving.launch import bind_socket, bound_to
+from gymtrio.serving.logs import LOG_FORMAT_VARIABLE
+from gymtrio.serving.metrics import HEALTH_PATH, READY_PATH
 from gymtrio.serving.pool import open_pool
+from gymtrio.serving.processes import describe_end, wait_exited
+from gymtrio.serving.transports import open_transport
+from gymtrio.serving.workers import worker_count
 from gymtrio.settings import TOKEN_VARIABLE
 from gymtrio.strict import unstructure
+from gymtrio.wire.unix import lasting_directory
 
 TAIL_BYTES: Final = 4096
 READY_POLL_S: Final = 0.05
-STOP_TIMEOUT_S_DEFAULT: Final = 10.0
+STOP_TIMEOUT_S_DEFAULT: Final = HttpLimits().grace_s + DRAIN_S_MAX + 4.0
+"""A server's grace, its drain, and a little for what it closes last."""
 
 _log = logging.getLogger(__name__)
 
@@ -87,19 +95,14 @@ class _Child:
         """
         await self.wait()
         if not self.expected_to_exit:
-            raise self.failed(f"ended with {_describe(self.process.returncode)}")
+            raise self.failed(f"ended with {describe_end(self.process.returncode)}")
 
     async def wait(self) -> None:
         """Return when nothing of the process and its group runs any more."""
         if self.has_exited:
             await trio.lowlevel.checkpoint()
             return
-        pidfd = os.pidfd_open(self.process.pid)
-        try:
-            await trio.lowlevel.wait_readable(pidfd)
-        finally:
-            trio.lowlevel.notify_closing(pidfd)
-            os.close(pidfd)
+        await wait_exited(self.process)
         self._reap()
 
     def _reap(self) -> None:
@@ -116,12 +119,6 @@ class _Child:
 
     def failed(self, what: str) -> ServerFailed:
         return ServerFailed(self.name, what, read_tail(self.log_path))
-
-
-def _describe(returncode: int) -> str:
-    if returncode < 0:
-        return f"signal {signal.Signals(-returncode).name}"
-    return f"status {returncode}"
 
 
 def read_tail(path: Path) -> str:
@@ -212,7 +209,7 @@ async def open_deployment(
     started them.
 
     Args:
-        run_dir: logs, the resolved deployment, and servers' state unless `state_dir` says otherwise;
+        run_dir: logs, the resolved deployment, and servers' state if the deployment has no `state_dir`;
             created, readable by the owner only. One deployment at a time.
 
     Yields:
@@ -225,25 +222,36 @@ async def open_deployment(
 
     Cancelled: everything is stopped, with a deadline.
     """
-    with _claimed(run_dir) as run_dir, ExitStack() as bound:
+    with (
+        _claimed(run_dir) as run_dir,
+        _socket_dir(deployment, run_dir) as socket_dir,
+        ExitStack() as bound,
+    ):
         sockets = _bind_all(deployment, bound)
         binds = {name: bound_to(sock) for name, sock in sockets.items()}
         resolved = _with_state_dir(deployment.resolved(binds), run_dir)
+        resolved = attrs.evolve(resolved, socket_dir=str(socket_dir))
         file = write_resolved(resolved, run_dir)
         try:
-            async with open_pool(deployment.client) as pool, open_background() as nursery:
+            async with (
+                open_pool(deployment.client) as pool,
+                open_transport(resolved, "supervisor") as transport,
+                open_background() as nursery,
+            ):
                 children = {
-                    name: _spawn(name, deployment.servers[name], sock, file, run_dir)
+                    name: _spawn(name, resolved, sock, file, run_dir)
                     for name, sock in sockets.items()
                 }
                 # Ours are only copies now: kept, they would swallow connections to a dead server.
                 bound.close()
-                client = ServerClient(DeploymentDirectory(resolved), pool, deployment.client)
+                directory = DeploymentDirectory(resolved)
+                outside = ServerClient(directory, pool, deployment.client)
+                client = ServerClient(directory, transport, deployment.client)
                 running = RunningDeployment(resolved, run_dir, children, client)
                 for child in children.values():
                     nursery.start_soon(child.watch)
                 try:
-                    await _wait_until_ready(running, children.values())
+                    await _wait_until_ready(running, children.values(), outside)
                     yield running
                 finally:
                     cleanup = trio.CancelScope(shield=True)
@@ -277,6 +285,24 @@ def _claimed(run_dir: Path) -> Iterator[Path]:
         except BlockingIOError:
             raise HostError(f"{run_dir} is used by a deployment that runs") from None
         yield run_dir
+
+
+@contextmanager
+def _socket_dir(deployment: Deployment, run_dir: Path) -> Iterator[Path]:
+    """Where its servers have their socket files; what is left of them at the end is removed."""
+    directory = lasting_directory(run_dir)
+    if deployment.socket_dir is not None:
+        directory = Path(deployment.socket_dir)
+    try:
+        yield directory
+    finally:
+        try:
+            for left in directory.glob("*.lock"):
+                left.unlink(missing_ok=True)
+            directory.rmdir()
+        except OSError:
+            # Not there, or somebody else's files are in it.
+            pass
 
 
 def _bind_all(deployment: Deployment, bound: ExitStack) -> dict[str, socket.socket]:
@@ -327,17 +353,20 @@ def _write_private(path: Path, text: str) -> None:
 
 
 def _spawn(
-    name: str, entry: ServerEntry, sock: socket.socket, deployment_file: Path, run_dir: Path
+    name: str, deployment: Deployment, sock: socket.socket, deployment_file: Path, run_dir: Path
 ) -> _Child:
     # Not trio.lowlevel.open_process: it forks in a worker thread, and PR_SET_PDEATHSIG fires when the
     # thread that forked ends, which trio's idle workers do after ten seconds.
+    entry = deployment.servers[name]
     assert entry.app is not None
-    environment = {**os.environ, **entry.env}
+    environment = {**os.environ, LOG_FORMAT_VARIABLE: deployment.log_format, **entry.env}
     environment.pop(TOKEN_VARIABLE, None)
     environment[DEPLOYMENT_VARIABLE] = str(deployment_file)
     environment[SERVER_VARIABLE] = name
     descriptor = str(sock.fileno())
-    command = [sys.executable, "-m", "gymtrio.serving.child", entry.app]
+    # A server with several workers is started by its coordinator, which starts them (WRK-1).
+    main = "coordinating" if worker_count(entry) > 1 else "child"
+    command = [sys.executable, "-m", f"gymtrio.serving.{main}", entry.app]
     command += ["--fd", descriptor, "--parent", str(os.getpid())]
     log_path = run_dir / "logs" / f"{name}.log"
     with log_path.open("ab") as log:
@@ -353,8 +382,13 @@ def _spawn(
     return _Child(name, entry, log_path, process)
 
 
-async def _wait_until_ready(running: RunningDeployment, children: Iterable[_Child]) -> None:
+async def _wait_until_ready(
+    running: RunningDeployment, children: Iterable[_Child], outside: ServerClient
+) -> None:
     """
+    Args:
+        outside: asks as whoever is none of the deployment does, over HTTP.
+
     Raises:
         ServerFailed: of the first that was not ready in time.
     """
@@ -365,7 +399,7 @@ async def _wait_until_ready(running: RunningDeployment, children: Iterable[_Chil
         last = "no answer yet"
         with trio.move_on_after(child.entry.start_timeout_s) as timer:
             while True:
-                answer = await _ask_ready(running.client, child.name, recover)
+                answer = await _ask_ready(outside, child.name, recover)
                 if answer is None:
                     return
                 last = answer

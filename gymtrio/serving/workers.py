@@ -1,8 +1,30 @@
-"""Which kinds of servers may have several workers."""
+"""Which servers may have several workers, and how a worker finds its coordinator."""
 
 from __future__ import annotations
 
+from typing import Final
+
 import attrs
+
+from gymtrio.serving.deployment import ServerEntry
+from gymtrio.wire.control import Kind
+
+COORDINATOR_VARIABLE: Final = "GYMTRIO_COORDINATOR"
+"""Path of the socket at which the coordinator of a server with several workers listens."""
+
+WORKER_VARIABLE: Final = "GYMTRIO_WORKER"
+"""Which worker this process is; its replacement has the same name."""
+
+WORKERS_MAX: Final = 256
+"""More than any host has cores; a checkpoint has a part of each."""
+
+NUM_WORKERS: Final = "num_workers"
+"""The setting, in the settings of every kind of server."""
+
+
+def instance_of(pid: int) -> str:
+    """What a worker calls its incarnation: whoever started the process knows it."""
+    return f"pid-{pid}"
 
 
 def only_one_worker(instance: object, attribute: attrs.Attribute[int], value: int) -> None:
@@ -16,3 +38,19 @@ def only_one_worker(instance: object, attribute: attrs.Attribute[int], value: in
             f"num_workers is {value}: this kind of server keeps its live episodes and sessions in "
             "one process; several workers cannot share them yet"
         )
+
+
+def some_workers(instance: object, attribute: attrs.Attribute[int], value: int) -> None:
+    """Validate `num_workers` of a server that may have several.
+
+    Raises:
+        ValueError: it is out of range.
+    """
+    if not 1 <= value <= WORKERS_MAX:
+        raise ValueError(f"num_workers is {value}: from 1 to {WORKERS_MAX}")
+
+
+def worker_count(entry: ServerEntry) -> int:
+    """How many processes are to serve it. What is not a valid setting is told by the server itself."""
+    count = entry.settings.get(NUM_WORKERS, 1)
+    return count if type(count) is int and entry.known_kind is Kind.MODEL else 1

@@ -7,6 +7,8 @@
 - M4 Two manifests mean the same when they differ only in the nonces of their parts: same participant,
   same checkpoint, same fields, same records.
 - M5 The version is looked at before anything else is believed.
+- M6 Either every part has a section (version 2) or none has (version 1). A section is what several
+  processes have of the same kind, each of other episodes; one episode may be in several sections.
 
 Evolution: a field that is added needs a new schema version, because an old reader refuses what it does
 not know; a new reader keeps reading every version that was ever released.
@@ -25,10 +27,14 @@ from gymtrio.ids import CheckpointId, is_safe_id
 from gymtrio.storage import opaque
 from gymtrio.storage.bounds import MANIFEST_BYTES_MAX, PARTS_MAX
 from gymtrio.storage.failures import printable
-from gymtrio.storage.records import SCHEMA_VERSION, Identity
+from gymtrio.storage.records import Identity
 from gymtrio.strict import MalformedValue, describe, structure
 
 MANIFEST_NAME: Final = "manifest.json"
+
+_WITHOUT_SECTIONS: Final = 1
+_WITH_SECTIONS: Final = 2
+_VERSIONS: Final = (_WITHOUT_SECTIONS, _WITH_SECTIONS)
 
 _DIGEST_FIELD: Final = "manifest_sha256"
 _DIGEST_CHARACTERS: Final = 64
@@ -64,6 +70,8 @@ class Part:
     """Of everything before its end, so without the nonce: equal for equal records (M4)."""
     bytes: int = attrs.field(validator=_check_positive)
     record_count: int = attrs.field(validator=_check_positive)
+    section: str | None = None
+    """Which share of an episode its records are (M6)."""
 
     @file.validator
     def _is_named_by_its_digest(self, attribute: object, value: str) -> None:
@@ -98,10 +106,12 @@ def build(identity: Identity, parts: Sequence[Part], fields: dict[str, object]) 
     """Make the manifest of what was written.
 
     Raises:
-        InvalidCheckpointState: the parts are too many or contain one file twice.
+        InvalidCheckpointState: the parts are too many, contain one file twice, or have a section here
+            and none there.
     """
+    sections = any(part.section is not None for part in parts)
     manifest = Manifest(
-        schema_version=SCHEMA_VERSION,
+        schema_version=_WITH_SECTIONS if sections else _WITHOUT_SECTIONS,
         kind=identity.kind,
         instance=identity.instance,
         checkpoint_id=identity.checkpoint_id,
@@ -146,9 +156,10 @@ def decode(data: bytes, where: str = MANIFEST_NAME) -> Manifest:
     if not isinstance(body, dict):
         raise InvalidCheckpointState(f"{where}: expected an object")
     version = body.get("schema_version")
-    if type(version) is not int or version != SCHEMA_VERSION:
+    if type(version) is not int or version not in _VERSIONS:
         raise InvalidCheckpointState(
-            f"{where}: schema_version is {describe(version)}; this side reads {SCHEMA_VERSION}"
+            f"{where}: schema_version is {describe(version)}; "
+            f"this side reads {' and '.join(map(str, _VERSIONS))}"
         )
     if data != _canonical(body) + b"\n":
         raise InvalidCheckpointState(f"{where}: not as it was written: other bytes of that meaning")
@@ -159,6 +170,8 @@ def decode(data: bytes, where: str = MANIFEST_NAME) -> Manifest:
         manifest = structure(Manifest, body)
     except MalformedValue as error:
         raise InvalidCheckpointState(f"{where}: {printable(str(error))}") from None
+    if body["parts"] != [_part_to_json(part) for part in manifest.parts]:
+        raise InvalidCheckpointState(f"{where}: not as it was written: a section that is null")
     why = _first_contradiction(manifest)
     if why is not None:
         raise InvalidCheckpointState(f"{where}: {why}")
@@ -169,8 +182,15 @@ def to_json(manifest: Manifest) -> dict[str, object]:
     """The manifest as a JSON object, as commit replies carry it."""
     return {
         **attrs.asdict(manifest, recurse=False),
-        "parts": [attrs.asdict(part) for part in manifest.parts],
+        "parts": [_part_to_json(part) for part in manifest.parts],
     }
+
+
+def _part_to_json(part: Part) -> dict[str, object]:
+    plain = attrs.asdict(part)
+    if part.section is None:
+        del plain["section"]
+    return plain
 
 
 def same_meaning(one: Manifest, other: Manifest) -> bool:
@@ -180,7 +200,8 @@ def same_meaning(one: Manifest, other: Manifest) -> bool:
 
 def _meaning(manifest: Manifest) -> bytes:
     contents = sorted(
-        [part.content_sha256, part.bytes, part.record_count] for part in manifest.parts
+        [part.content_sha256, part.bytes, part.record_count, part.section or ""]
+        for part in manifest.parts
     )
     # Compared as text: in Python 1 == 1.0 == True, and a NaN equals nothing.
     return _canonical({**to_json(manifest), "parts": contents})
@@ -201,4 +222,17 @@ def _first_contradiction(manifest: Manifest) -> str | None:
         return "parts: not in order of file name, each once"
     if manifest.record_count != sum(part.record_count for part in manifest.parts):
         return "record_count: not the sum over the parts"
+    return _first_wrong_section(manifest)
+
+
+def _first_wrong_section(manifest: Manifest) -> str | None:
+    with_section = [part.section for part in manifest.parts if part.section is not None]
+    wanted = len(manifest.parts) if manifest.schema_version == _WITH_SECTIONS else 0
+    if len(with_section) != wanted or (not wanted and manifest.schema_version == _WITH_SECTIONS):
+        return (
+            f"schema_version {manifest.schema_version}: "
+            f"{len(with_section)} of {len(manifest.parts)} parts have a section"
+        )
+    if not all(map(is_safe_id, with_section)):
+        return "section: not a safe name"
     return None

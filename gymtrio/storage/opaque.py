@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from gymtrio.errors import InvalidCheckpointState
 from gymtrio.limits import OPAQUE_INTEGER_DIGITS_MAX, OPAQUE_NESTING_MAX
@@ -27,8 +27,6 @@ from gymtrio.storage.bounds import PATH_SHOWN_CHARACTERS_MAX, RECORD_BYTES_MAX
 
 _SCALARS: Final = frozenset({str, int, float, bool, type(None)})
 _CONTAINERS: Final = frozenset({dict, list})
-_PLAIN: Final = _SCALARS | _CONTAINERS
-_TEXT: Final = frozenset({str})
 
 _CONTAINERS_MAX: Final = RECORD_BYTES_MAX // 2
 """Each takes two bytes at least. A value that shares its parts can have exponentially many."""
@@ -119,36 +117,32 @@ def _digits_need_a_look() -> bool:
 def _is_plain(value: object) -> bool:
     """Say whether every value is of an exact JSON type and no level is too deep.
 
-    Level by level, so that the interpreter's own loops look at the types: several times faster than
-    to visit each value, and about half the time of serialising.
+    Level by level, so that no recursion is needed. A list of numbers is left to the interpreter's own
+    loop. About half the time of serialising.
     """
     if type(value) in _SCALARS:
         return True
-    if type(value) not in _CONTAINERS:
-        return False
-    level: list[object] = [value]
+    level: list[Any] = [value]
     containers = 0
     for _ in range(OPAQUE_NESTING_MAX):
         containers += len(level)
         if containers > _CONTAINERS_MAX:
             return False
-        keys: list[object] = []
-        items: list[object] = []
+        below: list[Any] = []
         for container in level:
             if type(container) is dict:
-                keys += container
-                items += container.values()
-            else:
-                assert isinstance(container, list)
-                items += container
-        if keys and set(map(type, keys)) != _TEXT:
-            return False
-        kinds = set(map(type, items))
-        if kinds <= _SCALARS:
+                for key, item in container.items():
+                    if type(key) is not str:
+                        return False
+                    if type(item) not in _SCALARS:
+                        below.append(item)
+            elif type(container) is not list:
+                return False
+            elif not _SCALARS.issuperset(map(type, container)):
+                below += [item for item in container if type(item) not in _SCALARS]
+        if not below:
             return True
-        if not kinds <= _PLAIN:
-            return False
-        level = [item for item in items if type(item) in _CONTAINERS]
+        level = below
     return False
 
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Set
 from functools import partial
 
@@ -28,7 +29,19 @@ class LoadedCheckpoint:
     """A verified checkpoint of one participant, reduced to a scope."""
 
     manifest: Manifest
-    records: Mapping[CaptureKey, Record]
+    sections: Mapping[str | None, Mapping[CaptureKey, Record]]
+    """The records of each section; of parts without one, under None."""
+
+    @property
+    def records(self) -> Mapping[CaptureKey, Record]:
+        """Those of a checkpoint whose parts have no sections."""
+        assert self.sections.keys() <= {None}
+        return self.sections.get(None, {})
+
+    def every_record(self) -> list[Record]:
+        """Those of all sections, in order of capture key; one episode may have several."""
+        found = [record for records in self.sections.values() for record in records.values()]
+        return sorted(found, key=lambda record: record.episode_id.capture_key)
 
 
 async def read_checkpoint(
@@ -62,14 +75,16 @@ async def read_checkpoint(
                 raise InvalidCheckpointState(
                     f"{where}/{MANIFEST_NAME}: {name} is {found!r} where {wanted!r} was asked for"
                 )
-        records: dict[CaptureKey, Record] = {}
-        seen: set[str] = set()
+        sections: dict[str | None, dict[CaptureKey, Record]] = {}
+        seen: defaultdict[str | None, set[str]] = defaultdict(set)
         for part in manifest.parts:
             path = f"{where}/{part.file}"
-            decoder = PartDecoder(manifest.identity, scope=scope, where=path, seen=seen)
+            decoder = PartDecoder(
+                manifest.identity, scope=scope, where=path, seen=seen[part.section]
+            )
             await _verify_part(stored, part, decoder, path)
-            await _collect(stored, decoder, records)
-        return LoadedCheckpoint(manifest, records)
+            await _collect(stored, decoder, sections.setdefault(part.section, {}))
+        return LoadedCheckpoint(manifest, sections)
 
 
 async def _verify_part(

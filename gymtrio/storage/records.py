@@ -16,7 +16,8 @@ A part is a sequence of frames of the wire's codec:
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Set
+from collections import deque
+from collections.abc import Iterable, Iterator, Set
 from typing import Final, NoReturn, TypeVar
 
 import attrs
@@ -33,7 +34,7 @@ from gymtrio.wire.frames import HEADER_BYTES, Frame, FrameDecoder, FrameError, e
 _T = TypeVar("_T")
 
 SCHEMA_VERSION: Final = 1
-"""Of parts and manifest together."""
+"""Of parts; the manifest has its own."""
 
 _HEAD: Final = 1
 _RECORD: Final = 2
@@ -89,7 +90,7 @@ def encode_head(identity: Identity) -> bytes:
     return encode_frame(_HEAD, pack(head))
 
 
-def encode_record(record: Record) -> Iterator[bytes]:
+def encode_record(record: Record) -> Iterable[bytes]:
     """Frame one record, in pieces of a bounded size.
 
     Raises:
@@ -103,9 +104,12 @@ def encode_record(record: Record) -> Iterator[bytes]:
         )
     head = _RECORD_HEAD.pack(len(key), len(payload))
     if len(payload) <= RECORD_CHUNK_BYTES:
-        yield encode_frame(_RECORD, head + key + payload)
-        return
-    yield encode_frame(_RECORD, head + key + payload[:RECORD_CHUNK_BYTES])
+        return (encode_frame(_RECORD, b"".join((head, key, payload))),)
+    return _chunks(head + key, payload)
+
+
+def _chunks(head: bytes, payload: bytes) -> Iterator[bytes]:
+    yield encode_frame(_RECORD, head + payload[:RECORD_CHUNK_BYTES])
     for begin in range(RECORD_CHUNK_BYTES, len(payload), RECORD_CHUNK_BYTES):
         yield encode_frame(_MORE, payload[begin : begin + RECORD_CHUNK_BYTES])
 
@@ -159,6 +163,8 @@ class PartDecoder:
         self._where = where
         self._seen: set[str] = set() if seen is None else seen
         self._frames = FrameDecoder(payload_bytes_max=_FRAME_BYTES_MAX)
+        self._waiting: deque[Frame] = deque()
+        """Frames of the chunk that is there; found together, since there are thousands."""
         self._offset_bytes = 0
         self._head_seen = False
         self._unfinished: _Unfinished | None = None
@@ -169,12 +175,14 @@ class PartDecoder:
 
     def advance(self) -> bool:
         """Take one frame; False: it needs more bytes."""
-        try:
-            frame = self._frames.next_frame()
-        except FrameError as error:
-            self._refuse(str(error))
-        if frame is None:
+        if not self._waiting:
+            try:
+                self._waiting.extend(self._frames.whole_frames())
+            except FrameError as error:
+                self._refuse(str(error))
+        if not self._waiting:
             return False
+        frame = self._waiting.popleft()
         if self._end is not None:
             self._refuse("something follows its end")
         elif not self._head_seen:
@@ -192,7 +200,7 @@ class PartDecoder:
 
     def finish(self) -> None:
         """Say that there are no more bytes."""
-        if self._end is None or self._frames.pending_bytes:
+        if self._end is None or self._waiting or self._frames.pending_bytes:
             self._refuse("it ends before its end: truncated")
 
     def _take_head(self, frame: Frame) -> None:
@@ -227,7 +235,10 @@ class PartDecoder:
             )
         wanted = self._scope is None or key in self._scope
         missing_bytes = payload_bytes - (len(payload) - begin)
-        self._continue(_Unfinished(key, missing_bytes, [payload[begin:]] if wanted else None))
+        if missing_bytes:
+            self._continue(_Unfinished(key, missing_bytes, [payload[begin:]] if wanted else None))
+        elif wanted:
+            self._keep(key, [payload[begin:]])
 
     def _take_more(self, unfinished: _Unfinished, frame: Frame) -> None:
         if frame.type != _MORE or not frame.payload:

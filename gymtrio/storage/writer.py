@@ -9,7 +9,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterable, Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import attrs
@@ -91,11 +92,18 @@ async def write_checkpoint(
 
 
 async def write_part(
-    disk: Disk, place: Place, identity: Identity, records: Records, *, nonce: str
+    disk: Disk,
+    place: Place,
+    identity: Identity,
+    records: Records,
+    *,
+    nonce: str,
+    section: str | None = None,
 ) -> WrittenPart | None:
     """Write one file of records.
 
     Args, Raises: see `write_checkpoint`.
+        section: of the part, where the checkpoint has sections.
 
     Returns:
         The part, which is the caller's to publish or remove; None: no records, no file.
@@ -106,13 +114,15 @@ async def write_part(
     """
     where = place.of_participant(identity.kind, identity.instance)
     async with hold(disk, PartFile(disk.files, where)) as file:
-        stream = _PartStream(file, identity)
+        stream = _PartStream(file, identity, section)
         if isinstance(records, AsyncIterable):
             async for record in records:
-                await stream.add(record)
+                if stream.add(record):
+                    await stream.go_on()
         else:
             for record in records:
-                await stream.add(record)
+                if stream.add(record):
+                    await stream.go_on()
         return await stream.end(nonce)
 
 
@@ -171,24 +181,40 @@ class _PartStream:
     """Gathers frames into batches and never keeps the loop for longer than a slice. Two batches exist
     at most: one that is gathered and one that is written."""
 
-    def __init__(self, file: Held[PartFile], identity: Identity) -> None:
+    def __init__(self, file: Held[PartFile], identity: Identity, section: str | None) -> None:
         self._file = file
+        self._section = section
         self._batch = [encode_head(identity)]
         self._batch_bytes = 0
+        self._frames: Iterator[bytes] = iter(())
+        """Of the last record, those that are not taken yet."""
         self._keys: set[CaptureKey] = set()
         self._slice = LoopSlice()
         self._writing: Step[None] | None = None
 
-    async def add(self, record: Record) -> None:
+    def add(self, record: Record) -> bool:
+        """Begin with a record; whether `go_on` must follow before the next one."""
         key = record.episode_id.capture_key
         if key in self._keys:
             raise InvalidCheckpointState(f"episode {key}: exported twice")
         self._keys.add(key)
-        for frame in encode_record(record):
+        self._frames = iter(encode_record(record))
+        return self._gather() or self._slice.is_over
+
+    def _gather(self) -> bool:
+        """Take frames into the batch until it is full, and say whether it is."""
+        for frame in self._frames:
             self._batch.append(frame)
             self._batch_bytes += len(frame)
             if self._batch_bytes >= WRITE_BATCH_BYTES:
-                await self._write()
+                return True
+        return False
+
+    async def go_on(self) -> None:
+        """Write full batches until all of the record is taken, and let the loop go on."""
+        while self._batch_bytes >= WRITE_BATCH_BYTES:
+            await self._write()
+            self._gather()
         if self._slice.is_over:
             await self._slice.pause()
 
@@ -200,7 +226,7 @@ class _PartStream:
         await self._written()
         part = await self._file.run(lambda f: f.seal(encode_end(count, nonce), count))
         self._file.resource.keep()
-        return WrittenPart(part, tuple(sorted(self._keys)))
+        return WrittenPart(attrs.evolve(part, section=self._section), tuple(sorted(self._keys)))
 
     async def _write(self) -> None:
         """Begin to write the batch; it is written and hashed while the next one is gathered."""
@@ -232,8 +258,12 @@ async def _publish(file: Held[ManifestFile], manifest: Manifest, where: str) -> 
 
 
 def _each_once(parts: Sequence[WrittenPart]) -> tuple[CaptureKey, ...]:
-    episodes = sorted(key for written in parts for key in written.episodes)
-    for one, other in pairwise(episodes):
-        if one == other:
-            raise InvalidCheckpointState(f"episode {one}: exported by two workers")
-    return tuple(episodes)
+    """The episodes of all parts, each once in its section."""
+    by_section: defaultdict[str | None, list[CaptureKey]] = defaultdict(list)
+    for written in parts:
+        by_section[written.part.section] += written.episodes
+    for episodes in by_section.values():
+        for one, other in pairwise(sorted(episodes)):
+            if one == other:
+                raise InvalidCheckpointState(f"episode {one}: exported by two workers")
+    return tuple(sorted({key for episodes in by_section.values() for key in episodes}))

@@ -115,10 +115,16 @@ class ResumeRequest(ControlRequest):
 
     start_afresh: bool = False
     """Open a server that waits for a restore without restoring anything (HARD-3)."""
+    episode_ids: tuple[EpisodeId, ...] = attrs.field(default=(), validator=_check_scope)
+    """With `start_afresh`: what is given up by it. Refused from the instant of opening (I11)."""
     undo_restore: bool = False
     """Drop what this hold restored, as if it never had been: the restore failed elsewhere (COORD-3).
     Nothing of it was admitted yet, so nothing need be refused, and the same checkpoint can be restored
     again; a server that waited to be restored waits again."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.episode_ids and not self.start_afresh:
+            raise InvalidRequest("episode_ids: named only with start_afresh; else retire them")
 
 
 @attrs.frozen(kw_only=True)
@@ -177,6 +183,9 @@ class StatusReply:
     awaiting_restore: bool
     """The server was started to recover and serves nothing yet (HARD-3)."""
     report: Report
+    incarnation: str | None = None
+    """Made up when the process opened its control plane: another one has lost whatever that had
+    (HARD-13). None: an older server."""
     extra: dict[str, object] = attrs.field(factory=dict)
     """What the kind adds, such as `restored_pending`."""
 
@@ -186,11 +195,15 @@ class PrepareReply:
     phase: str
     """`prepared`; `preparing` when the deadline came first; `idle` when a resume did."""
     report: Report
+    incarnation: str | None = None
+    """Which process answers, see `StatusReply.incarnation`."""
 
 
 @attrs.frozen(kw_only=True)
 class RenewReply:
     lease_expires_at: float
+    incarnation: str | None = None
+    """Which process answers, see `StatusReply.incarnation`."""
 
 
 @attrs.frozen(kw_only=True)
@@ -199,6 +212,8 @@ class CommitReply:
     manifest: dict[str, object]
     episode_ids: tuple[str, ...]
     """Sorted capture keys of what was really exported."""
+    incarnation: str | None = None
+    """Which process answers, see `StatusReply.incarnation`."""
     extra: dict[str, object] = attrs.field(factory=dict)
     """What the kind adds: the model's `staging_keys` and `staging_keys_by_episode`."""
 
@@ -209,6 +224,8 @@ class RestoreReply:
     source_checkpoint_id: str
     restored: tuple[str, ...]
     """Sorted capture keys of the replacement attempts."""
+    incarnation: str | None = None
+    """Which process answers, see `StatusReply.incarnation`."""
 
 
 @attrs.frozen(kw_only=True)
@@ -216,6 +233,8 @@ class ResumeReply:
     phase: str
     idempotent: bool
     """Nothing was open for that id; it is fenced all the same."""
+    incarnation: str | None = None
+    """Which process answers, see `StatusReply.incarnation`."""
 
 
 @attrs.frozen(kw_only=True)

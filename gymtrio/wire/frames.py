@@ -16,10 +16,8 @@ error a decoder refuses everything, because a stream that lied once has no bound
 from __future__ import annotations
 
 import struct
-import zlib
-from typing import Final
-
-import attrs
+from typing import Final, NamedTuple
+from zlib import crc32
 
 from gymtrio.errors import GymtrioError
 from gymtrio.limits import FRAME_BYTES_MAX
@@ -30,21 +28,19 @@ HEADER_BYTES: Final = 12
 
 _HEADER: Final = struct.Struct(">2sBBII")
 _CHECKED: Final = struct.Struct(">BBI")
+_PIECES_MAX: Final = 4096
+"""A frame that trickles in is joined after so many pieces, since each of them costs memory."""
 
 
 class FrameError(GymtrioError):
     """The bytes are not frames of ours: wrong magic, version, length or checksum."""
 
 
-@attrs.frozen
-class Frame:
+class Frame(NamedTuple):
+    # A tuple, since a busy channel makes a hundred thousand of them in a second.
     type: int
     """0..255, meaning given by the user's table."""
     payload: bytes
-
-
-def _checksum(frame_type: int, payload: bytes) -> int:
-    return zlib.crc32(payload, zlib.crc32(_CHECKED.pack(VERSION, frame_type, len(payload))))
 
 
 def encode_frame(
@@ -55,37 +51,43 @@ def encode_frame(
     Raises:
         FrameError: the payload is over the limit; nothing was made.
     """
-    if len(payload) > payload_bytes_max:
-        raise FrameError(f"payload of {len(payload)} bytes, limit {payload_bytes_max}")
+    length = len(payload)
+    if length > payload_bytes_max:
+        raise FrameError(f"payload of {length} bytes, limit {payload_bytes_max}")
     assert 0 <= frame_type <= 255
-    header = _HEADER.pack(MAGIC, VERSION, frame_type, len(payload), _checksum(frame_type, payload))
-    return header + payload
+    checksum = crc32(payload, crc32(_CHECKED.pack(VERSION, frame_type, length)))
+    return _HEADER.pack(MAGIC, VERSION, frame_type, length, checksum) + payload
 
 
 class FrameDecoder:
     """Turns chunks of any size into frames.
 
     Args:
-        payload_bytes_max: a header that announces more is refused before anything is buffered.
+        payload_bytes_max: a header that announces more is refused before anything is buffered; may
+            be changed between two frames.
     """
 
     def __init__(self, *, payload_bytes_max: int = FRAME_BYTES_MAX) -> None:
-        self._payload_bytes_max = payload_bytes_max
-        self._buffer = bytearray()
+        self.payload_bytes_max = payload_bytes_max
+        self._buffer = b""
         self._start = 0
+        self._pieces: list[bytes] = []
+        """What came after the buffer. It is joined once per frame, not once per piece: a frame that
+        comes in a thousand pieces would be copied a thousand times."""
+        self._pieces_bytes = 0
+        self._needed = 1
+        """Fewer pending bytes than this say nothing new."""
         self._broken: str | None = None
 
-    def receive_data(self, data: bytes) -> None:
+    def receive_data(self, data: bytes | bytearray) -> None:
         """Take what arrived; call `next_frame` until it answers None before the next chunk."""
-        if self._start:
-            del self._buffer[: self._start]
-            self._start = 0
-        self._buffer += data
+        self._pieces.append(bytes(data))
+        self._pieces_bytes += len(data)
 
     @property
     def pending_bytes(self) -> int:
         """Bytes of a frame that is not whole yet: not zero at the end means truncation."""
-        return len(self._buffer) - self._start
+        return len(self._buffer) - self._start + self._pieces_bytes
 
     def next_frame(self) -> Frame | None:
         """Give the next whole frame, or None when more bytes are needed.
@@ -93,35 +95,69 @@ class FrameDecoder:
         Raises:
             FrameError: the stream is not ours or is damaged; every later call raises the same.
         """
+        found = self._decode(1)
+        return found[0] if found else None
+
+    def whole_frames(self) -> list[Frame]:
+        """Give all frames that are whole.
+
+        Raises:
+            FrameError: as `next_frame`, once the frames before the damage have been given.
+        """
+        return self._decode(None)
+
+    def _decode(self, count_max: int | None) -> list[Frame]:
         if self._broken is not None:
             raise FrameError(self._broken)
-        if self.pending_bytes < HEADER_BYTES:
-            if self.pending_bytes and not MAGIC.startswith(self._peek(len(MAGIC))):
-                self._fail("bad magic")
-            return None
-        magic, version, frame_type, length, checksum = _HEADER.unpack_from(
-            self._buffer, self._start
-        )
+        if self._pieces and (self.pending_bytes >= self._needed or len(self._pieces) > _PIECES_MAX):
+            self._join()
+        found: list[Frame] = []
+        buffer, start = self._buffer, self._start
+        whole = len(buffer)
+        while whole - start >= HEADER_BYTES and len(found) != count_max:
+            magic, version, frame_type, length, checksum = _HEADER.unpack_from(buffer, start)
+            begin = start + HEADER_BYTES
+            if magic != MAGIC or version != VERSION or length > self.payload_bytes_max:
+                return self._fail(found, self._refused(magic, version, length))
+            if whole < begin + length:
+                self._start = start
+                self._needed = HEADER_BYTES + length
+                return found
+            payload = buffer[begin : begin + length]
+            if crc32(payload, crc32(buffer[start + 2 : start + 8])) != checksum:
+                return self._fail(found, "checksum mismatch")
+            start = begin + length
+            found.append(Frame(frame_type, payload))
+        self._start = start
+        rest = buffer[start : start + len(MAGIC)]
+        if len(found) != count_max and not MAGIC.startswith(rest):
+            return self._fail(found, "bad magic")
+        self._needed = HEADER_BYTES if len(rest) == len(MAGIC) else 1
+        return found
+
+    def _refused(self, magic: bytes, version: int, length: int) -> str:
         if magic != MAGIC:
-            self._fail("bad magic")
+            return "bad magic"
         if version != VERSION:
-            self._fail(f"version {version}, this side speaks {VERSION}")
-        if length > self._payload_bytes_max:
-            self._fail(f"payload of {length} bytes announced, limit {self._payload_bytes_max}")
-        if self.pending_bytes < HEADER_BYTES + length:
-            return None
-        begin = self._start + HEADER_BYTES
-        payload = bytes(memoryview(self._buffer)[begin : begin + length])
-        if _checksum(frame_type, payload) != checksum:
-            self._fail("checksum mismatch")
-        self._start = begin + length
-        return Frame(frame_type, payload)
+            return f"version {version}, this side speaks {VERSION}"
+        return f"payload of {length} bytes announced, limit {self.payload_bytes_max}"
 
-    def _peek(self, count: int) -> bytes:
-        return bytes(self._buffer[self._start : self._start + count])
-
-    def _fail(self, why: str) -> None:
-        self._broken = why
-        self._buffer.clear()
+    def _join(self) -> None:
+        rest = self._buffer[self._start :]
+        # A lone chunk of `bytes` is taken as it is.
+        self._buffer = b"".join((rest, *self._pieces)) if rest else b"".join(self._pieces)
         self._start = 0
-        raise FrameError(why)
+        self._drop_pieces()
+
+    def _drop_pieces(self) -> None:
+        self._pieces.clear()
+        self._pieces_bytes = 0
+
+    def _fail(self, found: list[Frame], why: str) -> list[Frame]:
+        self._broken = why
+        self._buffer = b""
+        self._start = 0
+        self._drop_pieces()
+        if not found:
+            raise FrameError(why)
+        return found

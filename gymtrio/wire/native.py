@@ -26,6 +26,10 @@ reply of a `/run`: which execution it was."""
 RESULT_ACK_HEADER: Final = "x-ng-result-ack"
 """`1` on a `/run`: keep its result until `RUN_ACK_ROUTE` says that the caller has it (HARD-9)."""
 
+ONLY_SESSION_HEADER: Final = "x-ng-only-session"
+"""`1` on a seed: the attempt has no other session at that server. What an earlier execution of it has
+left there, restored and asked for by nobody, is freed (STEP-4)."""
+
 RUN_ACK_ROUTE: Final = "/run/ack"
 
 

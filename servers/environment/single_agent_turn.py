@@ -41,6 +41,7 @@ from gymtrio.strict import MalformedValue, nearest_name, structure, unstructure
 from gymtrio.wire.control import Kind
 from gymtrio.wire.native import (
     ACTIVATION_HEADER,
+    ONLY_SESSION_HEADER,
     VERIFY_HEADER,
     AgentCloseReply,
     AgentCloseRequest,
@@ -184,6 +185,7 @@ class TurnRunner:
                 task_data=request.task.task_input.task_data,
             ),
             idempotency_key=f"seed-{session_id}",
+            only_session=True,
         )
         seeded = structure(SeedSessionReply, answer.json())
         _check_session(answer, seeded.resources_session_id, session_id)
@@ -214,6 +216,7 @@ class TurnRunner:
                 sandbox_access=turn.handles.sandbox_access,
             ),
             idempotency_key=f"open-{session_id}",
+            only_session=True,
         )
         opened = structure(AgentSessionReply, answer.json())
         _check_session(answer, opened.agent_session_id, session_id)
@@ -274,12 +277,14 @@ class TurnRunner:
         *,
         idempotency_key: str,
         cookies: dict[str, str] | None = None,
+        only_session: bool = False,
     ) -> Reply:
         reply = await self._client.request(
             server,
             "POST",
             path,
             json=unstructure(message),
+            headers=[(ONLY_SESSION_HEADER, "1")] if only_session else (),
             cookies=cookies,
             context=self._run.context,
             idempotency_key=idempotency_key,

@@ -598,10 +598,29 @@ async def test_a_recovering_server_serves_nobody_until_restored_and_resumed(
 
 
 async def test_a_recovering_server_can_be_told_to_start_afresh(autojump_clock: MockClock) -> None:
-    """HARD-3."""
-    async with open_plane(recover=True) as plane:
-        await plane.resume(start_afresh=True)
+    """HARD-3, I11: what is given up by it is refused from the instant of opening."""
+    async with open_plane(recover=True) as plane, trio.open_nursery() as nursery:
+        enter = plane.participant.admission.enter
+        old = await begin(nursery, lambda: enter(episode("r0", 1)))
+        new = await begin(nursery, lambda: enter(episode("r0", 2)))
+        other = await begin(nursery, lambda: enter(episode("r1")))
+        await plane.resume(start_afresh=True, given_up=(episode("r0", 1),))
+        await wait_all_tasks_blocked()
         assert not plane.participant.admission.closed
+        assert [type(answer) for answer in old] == [StaleAttempt]
+        assert (len(new), len(other)) == (1, 1)
+        with pytest.raises(StaleAttempt):
+            await enter(R0)
+
+
+async def test_only_a_start_afresh_gives_something_up(autojump_clock: MockClock) -> None:
+    """CTL-12: everything else retires, which waits until it has stopped."""
+    async with open_plane() as plane:
+        with pytest.raises(InvalidRequest, match="start_afresh"):
+            await plane.resume(given_up=(R0,))
+        # What serves already has nothing to give up unheard.
+        await plane.resume(start_afresh=True, given_up=(R0,))
+        await plane.participant.admission.enter(R0)
 
 
 # -- retire and forget ------------------------------------------------------------------------

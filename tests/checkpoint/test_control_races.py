@@ -456,7 +456,8 @@ async def undo(plane: Plane, name: str = "x1", timeout_s: float = 10.0) -> Resum
 async def test_the_gate_opens_when_a_restore_was_taken_back_and_not_before(
     by: str, recover: bool, autojump_clock: MockClock
 ) -> None:
-    """COORD-3, HARD-3: whoever else ends it meanwhile; a server that waited waits again, closed."""
+    """COORD-3, HARD-3: whoever else ends it meanwhile; a server that waited waits again, closed. A
+    resume that counts on what was restored is told that it is gone."""
     participant = SlowToFree()
     async with (
         open_controlled(participant, await committed("r0"), recover=recover) as plane,
@@ -467,21 +468,103 @@ async def test_the_gate_opens_when_a_restore_was_taken_back_and_not_before(
         undone = await begin(calls, lambda: undo(plane, timeout_s=2 * GRACE_S))
         if by == "resume":
             resumed = await begin(calls, lambda: plane.resume("x1"))
+            assert len(resumed) == 1
         else:
             resumed = []
             await trio.sleep(GRACE_S + 11)
         assert participant.admission.closed
         participant.freeing.let_go()
         await wait_all_tasks_blocked()
-        assert [getattr(answer, "phase", answer) for answer in (*undone, *resumed)] == ["idle"] * (
-            1 + len(resumed)
-        )
+        assert [getattr(answer, "phase", answer) for answer in undone] == ["idle"]
+        assert all(isinstance(answer, StaleCheckpoint) for answer in resumed)
         assert len(participant.restored) == 0
         assert plane.control.status().awaiting_restore is recover
         assert participant.admission.closed is recover
         with pytest.raises(StaleCheckpoint):
             await plane.restore(R0)
         assert (await plane.restore(R0, name="x2")).phase == "restored"
+
+
+@pytest.mark.parametrize("recover", [False, True])
+@pytest.mark.parametrize("installed", [False, True])
+async def test_a_restore_whose_lease_ends_before_its_resume_is_undone(
+    installed: bool, recover: bool, autojump_clock: MockClock
+) -> None:
+    """HARD-3, CTL-11, CTL-14, COORD-3: other servers may have failed it, and nobody is left to tell. A
+    server that was started to be restored waits again; a late resume is told."""
+    async with open_plane(archive=await committed("r0"), recover=recover) as plane:
+        if not installed:
+            plane.participant.installing.shut()
+            with pytest.raises(DeadlineExceeded):
+                await plane.restore(R0)
+        else:
+            await plane.restore(R0)
+        await trio.sleep(GRACE_S + 11)
+        assert plane.phase == "idle"
+        assert len(plane.participant.restored) == 0
+        assert plane.participant.admission.closed is recover
+        assert plane.control.status().awaiting_restore is recover
+        with pytest.raises(StaleCheckpoint, match="not resumed in time"):
+            await plane.resume("x1")
+        with pytest.raises(StaleCheckpoint):
+            await plane.restore(R0)
+        assert plane.participant.admission.closed is recover
+        if not installed:
+            plane.participant.installing.let_go()
+        await plane.restore(R0, name="x2")
+        await plane.resume("x2")
+        assert list(dict(plane.participant.restored)) == [episode("r0", 1)]
+
+
+class FailsToFree(ScriptedParticipant):
+    """Cannot free what was restored, so many times."""
+
+    failures = 1
+
+    async def release(self, episode_ids: Sequence[EpisodeId]) -> None:
+        await trio.lowlevel.checkpoint()
+        if self.failures:
+            self.failures -= 1
+            raise InvalidCheckpointState("the server's hook failed")
+        self.restored.drop(episode_ids)
+
+
+async def test_what_a_commit_cannot_free_costs_no_checkpoint(autojump_clock: MockClock) -> None:
+    """CTL-13, I8: it is published already; what was left out stays restored, for the next commit to
+    decide."""
+    participant = FailsToFree()
+    archive = await committed("r0", "r1")
+    async with open_controlled(participant, archive) as plane:
+        await plane.restore(R0, R1)
+        await plane.resume("x1")
+        for name, left in (("c2", 2), ("c3", 1)):
+            await plane.prepare(name)
+            reply = await plane.commit(name, (episode("r0", 1),), directory=name)
+            assert (reply.phase, reply.episode_ids) == ("committed", ("r0-a1",))
+            assert len(participant.restored) == left
+            await plane.resume(name)
+
+
+@pytest.mark.parametrize("by", ["resume", "lease"])
+async def test_an_undo_that_fails_is_told_and_tried_again(
+    by: str, autojump_clock: MockClock
+) -> None:
+    """COORD-3, CTL-14: until then the gate stays closed: what is restored must not be served."""
+    participant = FailsToFree()
+    async with open_controlled(participant, await committed("r0")) as plane:
+        await plane.restore(R0)
+        if by == "resume":
+            with pytest.raises(InvalidCheckpointState, match="hook failed"):
+                await undo(plane)
+            assert participant.admission.closed
+            assert len(participant.restored) == 1
+            await undo(plane)
+        else:
+            await trio.sleep(GRACE_S + 11)
+            assert participant.admission.closed
+            await trio.sleep(11)
+        assert not participant.admission.closed
+        assert (plane.phase, len(participant.restored)) == ("idle", 0)
 
 
 async def test_a_restore_that_fails_while_it_is_taken_back_is_fenced(

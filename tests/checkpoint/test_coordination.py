@@ -14,7 +14,7 @@ from gymtrio.ports import HostRandomness
 from tests.helpers.clocks import FollowingClock
 from tests.helpers.fleet import SERVERS, FleetChannel, open_fleet
 from tests.helpers.memory_archive import Door, MemoryArchive
-from tests.helpers.plane import episode
+from tests.helpers.plane import GRACE_S, episode
 
 C1 = CheckpointId("c1")
 R0 = episode("r0")
@@ -181,6 +181,25 @@ async def test_a_restore_is_undone_also_when_it_is_cancelled(autojump_clock: Moc
             await fleet.controller.restore(C1, "d", [R0], timeout_s=30)
         assert all(len(p.restored) == 0 for p in fleet.participants.values())
         assert fleet.closed() == set()
+
+
+@pytest.mark.parametrize("recover", [False, True])
+async def test_a_controller_that_stood_still_is_told_that_its_restore_is_gone(
+    recover: bool, autojump_clock: MockClock
+) -> None:
+    """COORD-3, CTL-11, HARD-3: the leases have ended before it resumes; it can restore again."""
+    async with open_fleet(archive=await committed(), recover=recover) as fleet:
+        fleet.channel.slow_replies_s["restore", "tools"] = 2 * GRACE_S
+        with pytest.raises(Failed, match="resume failed at") as caught:
+            await fleet.controller.restore(C1, "d", [R0], timeout_s=30)
+        assert caught.value.failures.keys() == set(SERVERS)
+        assert all("stale_checkpoint" in str(e) for e in caught.value.failures.values())
+        assert all(len(p.restored) == 0 for p in fleet.participants.values())
+        assert fleet.closed() == (set(SERVERS) if recover else set())
+        fleet.channel.slow_replies_s.clear()
+        await fleet.controller.restore(C1, "d", [R0], timeout_s=30)
+        assert fleet.closed() == set()
+        assert all(len(p.restored) == 1 for p in fleet.participants.values())
 
 
 @pytest.mark.parametrize("operation", ["restore", "resume"])

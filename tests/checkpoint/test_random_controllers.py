@@ -24,6 +24,7 @@ from tests.helpers.protocol_plans import (
     Arrive,
     Break,
     Fail,
+    Jump,
     Leave,
     LetGo,
     Shut,
@@ -56,7 +57,9 @@ def test_reality_is_what_the_model_says(plan: list[Step], recover: bool, stubbor
 SITUATIONS: Final = (
     *("idle", "awaiting", "settling", "preparing", "prepared", "committed", "failed"),
     *("exporting", "writing", "publishing", "releasing", "reading", "installing", "restored"),
+    "freeing",
 )
+ENDED_BY_NO_LEASE: Final = ("idle", "awaiting", "publishing", "freeing")
 
 
 def test_the_rare_things_happened() -> None:
@@ -64,7 +67,7 @@ def test_the_rare_things_happened() -> None:
     if HAPPENED["example"] < EXAMPLES_MANY:
         return
     wanted = {f"{what} while {s}" for s in SITUATIONS for what in ("resume", "several at once")}
-    wanted |= {f"lease expired while {s}" for s in SITUATIONS[2:] if s != "publishing"}
+    wanted |= {f"lease expired while {s}" for s in SITUATIONS if s not in ENDED_BY_NO_LEASE}
     assert wanted - {name for name, count in HAPPENED.items() if count} == set()
 
 
@@ -85,6 +88,7 @@ R0, R1 = ("r0", 0), ("r0", 1)
 LET_ALL_GO: Final[list[Action]] = [LetGo(door) for door in DOORS]
 RESTORE: Final = ask("restore", R0, directory="d0")
 UNDO: Final = ask("resume", undo=True)
+UNDO_AND_KEEP_THE_ID: Final = ask("resume", undo=True, which="current")
 
 WRITTEN_OUT: Final[dict[str, list[Step]]] = {
     **{
@@ -155,6 +159,27 @@ WRITTEN_OUT: Final[dict[str, list[Step]]] = {
     "a resume while a restore is taken back": in_turn(
         RESTORE, Shut("releasing"), UNDO, ask("resume", which="last"), *LET_ALL_GO, RESTORE
     ),
+    "what was restored cannot be freed, and is when asked again": in_turn(
+        RESTORE,
+        Fail("release"),
+        UNDO_AND_KEEP_THE_ID,
+        ask("resume", which="current"),
+        UNDO,
+        RESTORE,
+    ),
+    "what was restored cannot be freed, and is when the lease tries again": in_turn(
+        RESTORE, Fail("release"), 60, 20, Again(0), ask("resume"), RESTORE
+    ),
+    "what is out of scope cannot be freed, and is exported again": in_turn(
+        RESTORE,
+        ask("resume"),
+        ask("prepare"),
+        Fail("release"),
+        ask("commit", ("r1", 1)),
+        ask("resume"),
+        ask("prepare"),
+        ask("commit", R1),
+    ),
     "a restore is taken back and made again": in_turn(RESTORE, UNDO, RESTORE, ask("resume")),
     "a retire of what is being installed": in_turn(
         Shut("installing"), RESTORE, ask("retire", R1), LetGo("installing"), ask("resume"), RESTORE
@@ -171,6 +196,9 @@ WRITTEN_OUT: Final[dict[str, list[Step]]] = {
         ask("forget", R0),
         [LetGo("cleaning_up"), ask("forget", R0)],
     ),
+    "a forget while what nobody knows is being retired": in_turn(
+        Shut("cleaning_up"), ask("retire", R0), ask("forget", R0), LetGo("cleaning_up"), Again(0)
+    ),
     "a retire cut short blocks a commit": in_turn(
         Arrive(R0),
         Work("park", R0),
@@ -181,6 +209,31 @@ WRITTEN_OUT: Final[dict[str, list[Step]]] = {
         ask("commit"),
         LetGo("cleaning_up"),
         ask("commit"),
+    ),
+    "the wall clock jumps while a lease runs": in_turn(
+        ask("prepare", timeout_s=3.5),
+        Jump(86_400.0),
+        ask("renew", timeout_s=3.5),
+        Jump(-86_400.0),
+        ask("commit", timeout_s=3.5),
+        23,
+        ask("commit"),
+        2,
+        ask("commit"),
+    ),
+    "the wall clock jumps while calls wait": in_turn(
+        Arrive(R0),
+        ask("prepare"),
+        Jump(86_400.0),
+        5,
+        ask("prepare"),
+        Again(1),
+        Jump(-86_400.0),
+        40,
+        Again(0),
+    ),
+    "another way to stop": in_turn(
+        ask("prepare"), ask("commit", undo=True), ask("commit"), ask("commit", undo=True)
     ),
     "two controllers with one id": in_turn(
         ask("prepare"),

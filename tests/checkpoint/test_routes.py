@@ -51,7 +51,8 @@ async def test_the_whole_cycle_by_its_fixed_names(autojump_clock: MockClock) -> 
         assert prepared["phase"] == "prepared"
         assert prepared["report"]["ready"] is True
         renewed = await (await served.post("renew")).get_json()
-        assert renewed == {"lease_expires_at": pytest.approx(served.plane.clock.now_s() + 610)}
+        lease = pytest.approx(served.plane.clock.now_s() + 610)
+        assert renewed == {"lease_expires_at": lease, "incarnation": prepared["incarnation"]}
         scope = [{"rollout_id": "r0", "attempt": 0}]
         committed = await (
             await served.post("commit", checkpoint_dir="d", episode_ids=scope)
@@ -61,6 +62,7 @@ async def test_the_whole_cycle_by_its_fixed_names(autojump_clock: MockClock) -> 
         assert await (await served.post("resume")).get_json() == {
             "phase": "idle",
             "idempotent": False,
+            "incarnation": prepared["incarnation"],
         }
         assert await (await served.post("retire", episode_ids=scope)).get_json() == {
             "retired": ["r0"]

@@ -73,11 +73,14 @@ def test_the_undisturbed_run_is_worth_comparing(undisturbed: Undisturbed) -> Non
     assert any(transcript != transcripts[0] for transcript in transcripts)
 
 
+@pytest.mark.parametrize("policy_workers", [1, 2])
 def test_killed_rollouts_end_as_if_nothing_had_happened(
-    undisturbed: Undisturbed, tmp_path: Path
+    undisturbed: Undisturbed, tmp_path: Path, policy_workers: int
 ) -> None:
-    """E2E-1, SET-2, ENV-3, AGT-1, RES-6, CUT-4, ID-3: calls, tokens, tool outputs and state."""
-    outcome = trio.run(scenario_in(tmp_path).run_killed, undisturbed.evidence)
+    """E2E-1, SET-2, WRK-1, ENV-3, AGT-1, RES-6, CUT-4, ID-3: calls, tokens, tool outputs and state;
+    with one and with two policy workers."""
+    scenario = attrs.evolve(scenario_in(tmp_path), policy_workers=policy_workers)
+    outcome = trio.run(scenario.run_killed, undisturbed.evidence)
     assert outcome.equal
     killed = [rollout for rollout in outcome.rollouts if rollout.killed]
     assert killed
@@ -107,7 +110,7 @@ async def restore_with_fresh_sessions(life: Life, where: str, episodes: list[Epi
     everyone = life.controller
     tasks = {task.rollout_id: task for task in make_tasks(ROLLOUTS)}
     afresh = _only(everyone, resources=True)
-    await afresh.start_afresh(timeout_s=TIMEOUT_S)
+    await afresh.start_afresh(episodes, timeout_s=TIMEOUT_S)
     for member in afresh.members:
         loaded = await read_checkpoint(
             ThreadDisk(),

@@ -7,7 +7,7 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from gymtrio.episodes.admission import Admission
-from gymtrio.errors import AdmissionClosed, StaleAttempt
+from gymtrio.errors import AdmissionClosed, StaleAttempt, Unavailable
 from gymtrio.ids import EpisodeId, RolloutId
 from gymtrio.limits import WAKE_SLICE_TASKS
 from tests.helpers.gated import begin, open_gated
@@ -194,3 +194,26 @@ async def test_a_restore_wakes_the_superseded_ones_at_the_gate_and_no_others(
         gated.open()
         await wait_all_tasks_blocked()
         assert new == outside == [None]
+
+
+async def test_a_gate_that_ends_refuses_who_waits_and_who_would(autojump_clock: MockClock) -> None:
+    """SRV-2: all of them, however many; what is inside and parks goes on waiting."""
+    async with open_gated() as gated:
+        admission = gated.admission
+        gated.close()
+        parked = await begin(gated.nursery, admission.wait_open)
+        waiters = [
+            await begin(gated.nursery, lambda: admission.enter(R))
+            for _ in range(2 * WAKE_SLICE_TASKS)
+        ]
+        admission.end("this server is shutting down")
+        await wait_all_tasks_blocked()
+        assert all(isinstance(answers[0], Unavailable) for answers in waiters)
+        assert parked == []
+        with pytest.raises(Unavailable, match="shutting down"):
+            await admission.enter(R)
+        # A resume may still come: what is inside goes on, and an open gate refuses nobody.
+        gated.open()
+        await wait_all_tasks_blocked()
+        assert parked == [None]
+        await admission.enter(R)

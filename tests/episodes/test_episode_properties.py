@@ -27,6 +27,7 @@ TO_GATE: Final = ("close", "open", "open and close", "close and open")
 TO_BODY: Final = ("boundary", "wait", "keep", "cancel", "finishing", "return")
 TO_WORK: Final = ("finish", "fail")
 TO_OTHERS: Final = ("start", "retire", "leave")
+SAFE: Final = (EpisodeState.PARKED, EpisodeState.REPLAY_STEP)
 
 EVENTS = st.tuples(
     st.integers(0, EPISODES - 1), st.sampled_from(TO_GATE + TO_BODY + TO_BODY + TO_WORK + TO_OTHERS)
@@ -152,7 +153,14 @@ class Recount(trio.abc.Instrument):
     def after_task_step(self, task: trio.lowlevel.Task) -> None:
         episodes = self._gated.episodes
         # An exception here would only be logged.
-        self.faults += episodes.blocking != sum(e.blocks for e in episodes.live.values())
+        blocking = {
+            e.episode_id
+            for e in episodes.live.values()
+            if e.state not in SAFE or e.stopping is not None
+        }
+        self.faults += episodes.blocking != len(blocking)
+        self.faults += {b.episode_id for b in episodes.blockers()} != blocking
+        self.faults += {e.episode_id for e in episodes.live.values() if e.blocks} != blocking
 
 
 class Comparison:

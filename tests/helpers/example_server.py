@@ -43,6 +43,7 @@ async def open_example(host: ServiceHost[ExampleSettings]) -> AsyncIterator[Serv
                 "instance": host.instance,
                 "pid": os.getpid(),
                 "body": request.body.decode(),
+                "host": request.header("host"),
             }
         )
 

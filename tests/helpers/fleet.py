@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 
 import trio
 
+from gymtrio.background import open_background
 from gymtrio.checkpoint.control import Control, open_control
 from gymtrio.checkpoint.coordination import Controller, open_coordination
 from gymtrio.checkpoint.dispatch import parse_request, perform
@@ -44,6 +45,7 @@ class FleetChannel:
         self.lost_requests: dict[tuple[str, str], int] = {}
         """(operation, server) to how many of the next ones never arrive."""
         self.lost_replies: dict[tuple[str, str], int] = {}
+        self.slow_replies_s: dict[tuple[str, str], float] = {}
         self.refusals: dict[tuple[str, str], Refusal] = {}
         self.absent: set[str] = set()
         self.doors: dict[tuple[str, str], Door] = {}
@@ -68,6 +70,7 @@ class FleetChannel:
             plain = await self._serve(server, operation, request)
         except Refusal as refusal:
             raise PeerRefused(server, refusal.status, refusal.code, refusal.detail) from None
+        await trio.sleep(self.slow_replies_s.get(where, 0))
         if self._take(self.lost_replies, where):
             raise TransportError(f"{server}: connection lost before the reply")
         return plain
@@ -97,18 +100,45 @@ class Fleet:
         participants: dict[str, ScriptedParticipant],
         archive: MemoryArchive,
         clock: FollowingClock,
+        processes: trio.Nursery,
     ) -> None:
+        self._processes = processes
         self.controller = controller
         self.channel = channel
         self.participants = participants
         self.archive = archive
         self.clock = clock
 
+    async def replace(self, server: str, *, recover: bool = False) -> None:
+        """The process of a server is another one from now on, which knows nothing of the first."""
+        participant = ScriptedParticipant(server, kind=SERVERS[server])
+        self.participants[server] = participant
+        await self._processes.start(
+            _process, self.channel, participant, self.archive, self.clock, recover
+        )
+
     def phases(self) -> dict[str, str]:
         return {name: control.phase.value for name, control in self.channel.controls.items()}
 
     def closed(self) -> set[str]:
         return {name for name, p in self.participants.items() if p.admission.closed}
+
+
+async def _process(
+    channel: FleetChannel,
+    participant: ScriptedParticipant,
+    archive: MemoryArchive,
+    clock: FollowingClock,
+    recover: bool,
+    *,
+    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    async with open_control(
+        participant, archive=archive, wall_clock=clock, lease_grace_s=GRACE_S, recover=recover
+    ) as control:
+        channel.controls[participant.instance] = control
+        task_status.started()
+        await trio.sleep_forever()
 
 
 @asynccontextmanager
@@ -120,20 +150,12 @@ async def open_fleet(
     archive = archive or MemoryArchive()
     clock = FollowingClock()
     participants = {name: ScriptedParticipant(name, kind=kind) for name, kind in SERVERS.items()}
-    async with AsyncExitStack() as stack:
-        for name, participant in participants.items():
-            channel.controls[name] = await stack.enter_async_context(
-                open_control(
-                    participant,
-                    archive=archive,
-                    wall_clock=clock,
-                    lease_grace_s=GRACE_S,
-                    recover=recover,
-                )
-            )
-        controller = await stack.enter_async_context(
-            open_coordination([*SERVERS], channel, wall_clock=clock, randomness=HostRandomness())
-        )
-        channel.sent.clear()
-        channel.requests.clear()
-        yield Fleet(controller, channel, participants, archive, clock)
+    async with open_background() as processes:
+        for participant in participants.values():
+            await processes.start(_process, channel, participant, archive, clock, recover)
+        async with open_coordination(
+            [*SERVERS], channel, wall_clock=clock, randomness=HostRandomness()
+        ) as controller:
+            channel.sent.clear()
+            channel.requests.clear()
+            yield Fleet(controller, channel, participants, archive, clock, processes)

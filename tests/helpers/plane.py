@@ -115,11 +115,13 @@ class Plane:
         nonce: str | None = None,
         start_afresh: bool = False,
         undo_restore: bool = False,
+        given_up: tuple[EpisodeId, ...] = (),
     ) -> ResumeReply:
         return await self.control.resume(
             ResumeRequest(
                 **self._base(name, timeout_s, nonce),
                 start_afresh=start_afresh,
+                episode_ids=given_up,
                 undo_restore=undo_restore,
             )
         )

@@ -22,6 +22,9 @@ ABORTED: Final = "aborted"
 """Some refusal: a resume came, and the requirements do not say which code its victims get."""
 
 DAY_S: Final = 24 * 3600.0
+UNDO_AGAIN_S: Final = 10.0
+"""After the lease has ended, what could not be taken back is tried again so often."""
+
 DOORS: Final = (
     "settling",
     "exporting",
@@ -47,6 +50,7 @@ class Call:
     checkpoint_id: str
     nonce: str | None
     deadline: float
+    """On the wall clock; once it was begun, on the clock that never jumps (CTL-8)."""
     directory: str = ""
     scope: tuple[Attempt, ...] | None = None
     rollouts: tuple[str, ...] = ()
@@ -54,6 +58,8 @@ class Call:
     epoch: str | None = None
     undo: bool = False
     """Resume: take back what was restored."""
+    stop: bool = False
+    """Commit: free what lies outside the process."""
     answer: Answer | None = None
     # What it waits for.
     opened: Opened | None = None
@@ -63,7 +69,7 @@ class Call:
     @property
     def arguments(self) -> tuple[object, ...]:
         scope = None if self.scope is None else tuple(sorted(self.scope))
-        return (self.operation, self.directory, scope, self.epoch)
+        return (self.operation, self.directory, scope, self.epoch, self.stop)
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -105,6 +111,8 @@ class Opened:
     undo: Job | None = None
     awaited: bool = False
     """The server waited to be restored when it was opened."""
+    undo_again: float = 0.0
+    """When the lease tries it next."""
 
     @property
     def jobs(self) -> tuple[Job, ...]:
@@ -135,7 +143,7 @@ class ProtocolModel:
     """
     Args:
         recover: started to be restored (HARD-3).
-        stubborn: exports and installs cannot be stopped once begun.
+        stubborn: an export that hangs cannot be stopped, nor can an install at all.
         published: checkpoints that exist, by directory: id, and the notes of its attempts.
     """
 
@@ -148,12 +156,16 @@ class ProtocolModel:
         published: dict[str, tuple[str, tuple[tuple[Attempt, str], ...]]],
     ) -> None:
         self.now = 0.0
+        self.jumped_s = 0.0
+        """The wall clock has, since the start."""
         self.grace_s = grace_s
         self.stubborn = stubborn
         self.awaiting = recover
         self.opened: Opened | None = None
         self.fenced: dict[str, tuple[Job, ...]] = {}
         """Resumed ids, and their jobs."""
+        self.undone: set[str] = set()
+        """Those of restores that were taken back."""
         self.marks: dict[str, int] = {}
         self.epochs: dict[Attempt, str | None] = {}
         """Of the replacement attempts, as the last restore named it (HARD-11)."""
@@ -222,11 +234,15 @@ class ProtocolModel:
     def _next_timer(self) -> float:
         timers = [c.deadline for c in self.calls.values() if c.answer is None]
         if self.opened is not None:
-            timers.append(self.opened.lease)
+            timers += [self.opened.lease, self.opened.undo_again]
         return min((timer for timer in timers if timer > self.now), default=math.inf)
 
-    def settle(self) -> None:
-        """Until nothing happens any more by itself."""
+    def settle(self, *, gate: bool = True) -> None:
+        """Until nothing happens any more by itself.
+
+        Args:
+            gate: those whom it lets in are in; else they are woken, and may find it closed again.
+        """
         changed = True
         while changed:
             changed = False
@@ -235,7 +251,7 @@ class ProtocolModel:
                     changed = True
             self.jobs = [job for job in self.jobs if not job.ended]
             changed |= self._lease_expires()
-            changed |= self._gate()
+            changed |= gate and self._gate()
             for call in list(self.calls.values()):
                 if call.answer is None:
                     call.answer = self._look(call)
@@ -243,6 +259,7 @@ class ProtocolModel:
 
     def begin(self, number: int, call: Call) -> None:
         self.calls[number] = call
+        call.deadline -= self.jumped_s
         call.answer = self._begin(call)
         if number in self.gone:
             self.leave(number)
@@ -252,6 +269,10 @@ class ProtocolModel:
 
     def open_door(self, name: str) -> None:
         self.shut.discard(name)
+
+    def jump(self, seconds: float) -> None:
+        """The wall clock is set; nothing else notices."""
+        self.jumped_s += seconds
 
     def fail(self, where: str | None) -> None:
         self.failure = where
@@ -436,8 +457,11 @@ class ProtocolModel:
     def _resume(self, call: Call) -> Answer | None:
         opened = self.opened
         known = call.checkpoint_id in self.fenced or call.undo
+        if call.checkpoint_id in self.undone and not call.undo:
+            return "stale_checkpoint"
         if opened is None:
             if self.awaiting and call.start_afresh:
+                self._refuse(call.scope or ())
                 self.awaiting = False
             elif self.awaiting and not known:
                 return "invalid_phase"
@@ -468,6 +492,9 @@ class ProtocolModel:
             else:
                 return "deadline_exceeded"
         if all(job.ended for job in call.jobs):
+            undo = None if call.opened is None else call.opened.undo
+            if undo is not None and undo.answer is not None:
+                return undo.answer
             return ("idle", call.idempotent)
         return "deadline_exceeded" if self.now >= call.deadline else None
 
@@ -517,10 +544,11 @@ class ProtocolModel:
 
     def _take_back(self, opened: Opened) -> None:
         """The id is fenced at once; the gate opens when nothing is left of the restore."""
-        if opened.undo is None:
+        if opened.undo is None or opened.undo.answer is not None:
             opened.undo = self._start(Job(kind="undo", stage="undoing", opened=opened))
         opened.resumed = True
         self.fenced[opened.checkpoint_id] = opened.jobs
+        self.undone.add(opened.checkpoint_id)
         assert opened.restore is not None
         self._stop(opened.restore)
 
@@ -537,9 +565,16 @@ class ProtocolModel:
 
     def _lease_expires(self) -> bool:
         opened = self.opened
-        if opened is None or opened.resumed or self.now < opened.lease or opened.publishing:
+        if opened is None or self.now < opened.lease or opened.publishing:
             return False
-        self._end(opened)
+        if opened.restore is None:
+            self._end(opened)
+            return True
+        if self.now < opened.undo_again or (opened.resumed and opened.undo is None):
+            return False
+        # A restore without its resume is none.
+        opened.undo_again = self.now + UNDO_AGAIN_S
+        self._take_back(opened)
         return True
 
     # -- jobs ---------------------------------------------------------------------------------
@@ -581,12 +616,12 @@ class ProtocolModel:
     def _exported(self, job: Job) -> bool:
         assert job.opened is not None
         assert job.call is not None
-        if self._fails("export"):
+        if job.stopped:
+            job.end(ABORTED)
+        elif self._fails("export"):
             # Nothing was written: it may be asked again, also with another scope.
             job.opened.commit = None
             job.end("invalid_checkpoint_state")
-        elif job.stopped:
-            job.end(ABORTED)
         else:
             scope = job.call.scope
             notes = {**self.parked, **self.restored}
@@ -625,7 +660,8 @@ class ProtocolModel:
         assert job.opened is not None
         assert job.call is not None
         scope = job.call.scope
-        if scope is not None:
+        # What fails to be freed stays; what is published is whole without.
+        if not self._fails("release") and scope is not None:
             self.restored = {a: note for a, note in self.restored.items() if a in scope}
         job.opened.phase = "committed"
         job.end(("committed", tuple(sorted(key(attempt) for attempt, _ in job.exported))))
@@ -684,6 +720,10 @@ class ProtocolModel:
         assert job.opened is not None
         assert job.opened.restore is not None
         assert job.opened.restore.call is not None
+        if self._fails("release"):
+            # The gate stays closed; the same resume tries again, and so does the lease.
+            job.end("invalid_checkpoint_state")
+            return True
         for rollout, number in job.opened.restore.call.scope or ():
             self.restored.pop((rollout, number + 1), None)
         self.awaiting = job.opened.awaited

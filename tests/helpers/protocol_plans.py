@@ -15,8 +15,8 @@ from tests.helpers.protocol_run import ROLLOUTS
 class Ask:
     """A controller calls.
 
-    The id: `mine` is the controller's own, a new one after each resume; `last` the one before;
-    `theirs` the other controller's.
+    The id: `mine` is the controller's own, a new one after each resume; `current` too, and it stays;
+    `last` is the one before; `theirs` the other controller's.
     """
 
     who: str
@@ -28,7 +28,7 @@ class Ask:
     odd: bool
     """Commit: of everything. Resume: `start_afresh`. Restore: with another epoch."""
     undo: bool
-    """Resume: `undo_restore`."""
+    """Resume: `undo_restore`. Commit: `stop`."""
 
 
 @attrs.frozen
@@ -79,7 +79,14 @@ class Break:
     how: str | None
 
 
-Action: TypeAlias = Ask | Again | Leave | Arrive | Work | Shut | LetGo | Fail | Break
+@attrs.frozen
+class Jump:
+    """The wall clock is set, forward or back."""
+
+    seconds: float
+
+
+Action: TypeAlias = Ask | Again | Leave | Arrive | Work | Shut | LetGo | Fail | Break | Jump
 Step: TypeAlias = tuple[int, list[Action]]
 """Seconds to let pass, and what happens then, at once."""
 
@@ -168,7 +175,8 @@ ACTIONS: Final = st.one_of(
     st.builds(Work, st.sampled_from(("park", "park", "go_on", "finish")), ATTEMPTS),
     st.builds(Shut, st.sampled_from(DOORS)),
     st.builds(LetGo, st.sampled_from(DOORS)),
-    st.builds(Fail, st.sampled_from((None, "close", "settle", "export", "install"))),
+    st.builds(Fail, st.sampled_from((None, "close", "settle", "export", "install", "release"))),
+    st.builds(Jump, st.sampled_from((-86_400.0, -10.0, 10.0, 86_400.0))),
     st.builds(Break, st.sampled_from((None, "full", "refused"))),
 )
 ALONE: Final[Moves] = in_turn(ACTIONS)
@@ -177,6 +185,9 @@ AT_ONCE: Final[Moves] = st.tuples(PAUSES, st.lists(ACTIONS, min_size=2, max_size
 )
 ALL_DOORS: Final[list[Step]] = [(0, [LetGo(door)]) for door in DOORS]
 RESUME: Final[Moves] = in_turn(surely("resume"))
+UNDO: Final = surely("resume").map(lambda ask: attrs.evolve(ask, undo=True, which="current"))
+"""The id stays the controller's own, so that it may ask again."""
+
 SITUATIONS: Final[tuple[Moves, ...]] = (
     st.just([]),
     ATTEMPTS.flatmap(lambda a: in_turn(st.just(Arrive(a)), st.just(Work("park", a)))),
@@ -193,6 +204,8 @@ SITUATIONS: Final[tuple[Moves, ...]] = (
     in_turn(shut("reading"), surely("restore", "d0")),
     in_turn(shut("installing"), surely("restore", "d0")),
     in_turn(surely("restore", "d0")),
+    in_turn(surely("restore", "d0"), shut("releasing"), UNDO),
+    in_turn(surely("restore", "d0"), st.just(Fail("release")), UNDO),
 )
 ROUNDS: Final[Moves] = st.tuples(
     st.one_of(SITUATIONS),

@@ -6,7 +6,7 @@ number of them is under way. Everything is looked at from outside, and only when
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
 from typing import Any, Final
@@ -59,7 +59,7 @@ class DooredParticipant(ScriptedParticipant):
     """Retires earlier attempts too, tracks what is being retired, and may be stubborn.
 
     Args:
-        stubborn: an export and an install that have begun cannot be cancelled.
+        stubborn: an export that hangs cannot be cancelled, nor can an install at all.
     """
 
     def __init__(self, *, stubborn: bool) -> None:
@@ -68,11 +68,11 @@ class DooredParticipant(ScriptedParticipant):
         self._stubborn = stubborn
 
     async def export(self, scope: frozenset[CaptureKey] | None) -> Export:
-        if not self._stubborn:
-            return await super().export(scope)
-        with trio.CancelScope(shield=True):
-            return await super().export(scope)
-        raise AssertionError("nobody cancels the shield itself")
+        if self._stubborn:
+            with trio.CancelScope(shield=True):
+                await self.exporting.pass_through()
+            await trio.lowlevel.checkpoint_if_cancelled()
+        return await super().export(scope)
 
     async def install(
         self,
@@ -86,6 +86,7 @@ class DooredParticipant(ScriptedParticipant):
 
     async def release(self, episode_ids: Sequence[EpisodeId]) -> None:
         await self.releasing.pass_through()
+        self._maybe_fail("release")
         self.restored.drop(episode_ids)
 
     def refuse(self, episode_ids: Sequence[EpisodeId]) -> None:
@@ -127,6 +128,7 @@ class ProtocolRun:
         control: Control,
         participant: DooredParticipant,
         archive: MemoryArchive,
+        clock: FollowingClock,
         owner: trio.Nursery,
         calls: trio.Nursery,
     ) -> None:
@@ -136,6 +138,10 @@ class ProtocolRun:
         self.answers: dict[int, Answer] = {}
         self.arrivals: dict[int, str] = {}
         self.shut: set[str] = set()
+        self.deadlines: dict[int, float] = {}
+        """Of every call that was begun, on the clock that never jumps."""
+        self._clock = clock
+        self._jumped_s = 0.0
         self._owner = owner
         self._calls = calls
         self._callers: dict[int, trio.CancelScope] = {}
@@ -165,9 +171,11 @@ class ProtocolRun:
     async def _call(
         self, number: int, operation: str, request: ControlRequest, scope: trio.CancelScope
     ) -> None:
+        self.deadlines[number] = self._since_start(request.deadline_ts)
         with scope:
             try:
-                self.answers[number] = said(await perform(self.control, operation, request))
+                reply = await perform(self.control, operation, request)
+                self.answers[number] = said(reply, self._since_start)
             except Refusal as refusal:
                 self.answers[number] = refusal.code
         self.answers.setdefault(number, "left")
@@ -219,6 +227,10 @@ class ProtocolRun:
             self.shut.remove(name)
             self._door(name).let_go()
 
+    def jump(self, seconds: float) -> None:
+        self._clock.jump(seconds)
+        self._jumped_s += seconds
+
     def fail(self, where: str | None) -> None:
         self.participant.fail_at = where
         self.participant.failure = None if where is None else InvalidCheckpointState("planned")
@@ -227,6 +239,9 @@ class ProtocolRun:
         self.archive.failure = None if how is None else DISK_FAILURES[how]
 
     # -- what is seen -------------------------------------------------------------------------
+
+    def _since_start(self, wall_s: float) -> float:
+        return round(wall_s - EPOCH_S - self._jumped_s, 6)
 
     @property
     def planned_failure(self) -> str | None:
@@ -246,7 +261,7 @@ class ProtocolRun:
         return {
             "phase": status.phase,
             "open": status.checkpoint_id,
-            "lease": None if lease is None else round(lease - EPOCH_S, 6),
+            "lease": None if lease is None else self._since_start(lease),
             "awaiting": status.awaiting_restore,
             "closed": participant.admission.closed,
             "marks": self._marks(),
@@ -279,15 +294,19 @@ class ProtocolRun:
         return marks
 
 
-def said(reply: Reply) -> Answer:
-    """What of a reply the requirements promise."""
+def said(reply: Reply, since_start: Callable[[float], float]) -> Answer:
+    """What of a reply the requirements promise.
+
+    Args:
+        since_start: makes a time of the wall clock one of the plan.
+    """
     match reply:
         case PrepareReply():
             assert reply.report.ready is (not reply.report.blockers)
             # After a resume, what the report says is no matter of the checkpoint any more.
             return (reply.phase, () if reply.phase == "idle" else reply.report.blockers)
         case RenewReply():
-            return ("renewed", round(reply.lease_expires_at - EPOCH_S, 6))
+            return ("renewed", since_start(reply.lease_expires_at))
         case CommitReply():
             assert reply.manifest["record_count"] == len(reply.episode_ids)
             return (reply.phase, reply.episode_ids)
@@ -331,15 +350,16 @@ async def open_protocol_run(
             publication=Publication(),
         )
     archive.writes = 0
+    clock = FollowingClock()
     async with (
         open_control(
             participant,
             archive=archive,
-            wall_clock=FollowingClock(),
+            wall_clock=clock,
             lease_grace_s=GRACE_S,
             recover=recover,
         ) as control,
         open_background() as calls,
     ):
         owner = trio.lowlevel.current_task().child_nurseries[-2]
-        yield ProtocolRun(control, participant, archive, owner, calls)
+        yield ProtocolRun(control, participant, archive, clock, owner, calls)

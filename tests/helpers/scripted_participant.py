@@ -42,7 +42,7 @@ class ScriptedParticipant(ParticipantBase):
         self.exports = 0
         self.cancels: list[EpisodeId] = []
         self.failure: GymtrioError | None = None
-        """Raised by close, settle, export or install, whichever comes next."""
+        """Raised at `fail_at`: close, settle, export, install or release."""
         self.fail_at: str | None = None
         self.exporting = Door()
         self.settling = Door()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -14,6 +14,7 @@ import trio
 from hypercorn.config import Config
 from quart_trio import QuartTrio
 
+from gymtrio.background import open_background
 from gymtrio.checkpoint.participant import Participant
 from gymtrio.context import AsgiApp
 from gymtrio.serving.app import ServerApp, open_asgi
@@ -25,12 +26,16 @@ from gymtrio.serving.deployment import (
     DeploymentDirectory,
     ServerEntry,
 )
+from gymtrio.serving.frames_server import FramesServer
+from gymtrio.serving.frames_transport import open_frames
 from gymtrio.serving.host import Service, ServiceHost
 from gymtrio.serving.http import Handler
 from gymtrio.serving.inprocess import open_network
 from gymtrio.serving.launch import bind_socket, bound_to, serve_app, to_listener
 from gymtrio.serving.pool import Pool, open_pool
 from gymtrio.wire.control import Kind
+from gymtrio.wire.messages import Hello
+from gymtrio.wire.unix import open_unix_listener, runtime_directory
 
 LOOPBACK = Bind("127.0.0.1", 0)
 
@@ -127,9 +132,34 @@ async def in_process(
             yield ServerClient(directory, network, settings)
 
 
+@asynccontextmanager
+async def over_frames(
+    app: ServerApp[Any], settings: ClientSettings | None = None
+) -> AsyncIterator[ServerClient]:
+    """A client of `app`, which is called `peer`, over a socket file; other origins are over HTTP."""
+    entry = ServerEntry(url="http://peer", kind=app.kind)
+    directory = DeploymentDirectory(Deployment(servers={"peer": entry}))
+    origin = peer_of_url("http://peer").origin
+    with runtime_directory() as sockets:
+        path = sockets / "peer"
+        async with AsyncExitStack() as stack:
+            asgi = await stack.enter_async_context(open_asgi(app))
+            listener = await stack.enter_async_context(open_unix_listener(path))
+            nursery = await stack.enter_async_context(open_background())
+            me = Hello(role="server", name="peer", instance="1")
+            await nursery.start(FramesServer(asgi, me).serve, listener)
+            http = await stack.enter_async_context(open_pool(settings))
+            caller = Hello(role="server", name="caller", instance="1")
+            frames = await stack.enter_async_context(
+                open_frames({origin: str(path)}, http, me=caller, settings=settings)
+            )
+            yield ServerClient(directory, frames, settings)
+
+
 Transported: TypeAlias = Callable[..., AbstractAsyncContextManager[ServerClient]]
 TRANSPORTS: dict[str, Transported] = {
     "sockets": over_sockets,
     "plain hypercorn": over_plain_hypercorn,
     "in process": in_process,
+    "frames": over_frames,
 }

@@ -337,6 +337,34 @@ async def test_a_claim_that_was_not_used_is_given_back(autojump_clock: MockClock
         assert closed == ["session"]
 
 
+async def test_a_claim_of_a_run_that_failed_before_its_first_step_is_given_back(
+    autojump_clock: MockClock,
+) -> None:
+    """I14, I5: asked again, it must not start from its input as if nothing had been done."""
+    archive = MemoryArchive()
+    async with open_process(archive) as process:
+        await process.run(R0, Script())
+        await checkpoint(process.plane, "d")
+    async with open_process(archive) as process:
+        await process.plane.restore(R0)
+        await process.plane.resume("x1")
+
+        async def refused(live: Episode) -> object:
+            raise InvalidCheckpointState("the boundary is of another protocol")
+
+        async def used(live: Episode) -> object:
+            await live.boundary({"at": 1})
+            await live.step(trio.lowlevel.checkpoint, mode=StepMode.WAIT, doing="x")
+            raise InvalidCheckpointState("too late")
+
+        for _ in range(2):
+            (answer,) = await process.run(R1, refused)
+            assert isinstance(answer, InvalidCheckpointState)
+            assert process.plane.control.status().extra["restored_pending"] == ["r-a1"]
+        await process.run(R1, used)
+        assert process.plane.control.status().extra["restored_pending"] == []
+
+
 async def test_a_second_crash_before_the_replacement_starts_still_continues_it(
     autojump_clock: MockClock,
 ) -> None:

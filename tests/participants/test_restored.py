@@ -10,7 +10,9 @@ from gymtrio.participants.restored import Restored
 
 EPISODES = st.builds(EpisodeId, st.sampled_from(["a", "b", "c"]).map(RolloutId), st.integers(0, 3))
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["put", "claim", "give_back", "drop", "drop_up_to"]), EPISODES),
+    st.tuples(
+        st.sampled_from(["put", "put_all", "claim", "give_back", "drop", "drop_up_to"]), EPISODES
+    ),
     max_size=30,
 )
 
@@ -21,9 +23,13 @@ def test_restored_entries_are_a_mapping_by_attempt(steps: list[tuple[str, Episod
     restored: Restored[int] = Restored()
     model: dict[EpisodeId, int] = {}
     for number, (step, episode_id) in enumerate(steps):
-        if step in ("put", "give_back"):
+        if step in ("put", "put_all", "give_back"):
             if step == "put":
                 restored.put([(episode_id, number)])
+            elif step == "put_all":
+                others: Restored[int] = Restored()
+                others.put([(episode_id, number)])
+                restored.put_all(others)
             else:
                 restored.give_back(episode_id, number)
             model[episode_id] = number

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any, Final
 
+import attrs
 import pytest
 import trio
 from hypothesis import given, settings
@@ -15,6 +16,9 @@ from hypothesis import strategies as st
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from gymtrio.ids import EpisodeId, RolloutId
+from gymtrio.participants.base import make_record
+from gymtrio.participants.environment import EnvironmentRecord
+from gymtrio.wire.codec import unpack
 from gymtrio.wire.control import Kind
 from tests.helpers.memory_archive import MemoryArchive
 from tests.helpers.native import Call, Rig, Scripted, open_rig
@@ -141,6 +145,49 @@ async def test_without_the_resources_state_the_result_is_wrong(autojump_clock: M
     assert reply["failure"]["stage"] == "verify"
     last = model.calls[-1].body["input"][-1]
     assert "not_found" in last["output"] or "session" in last["output"]
+
+
+def starting_over(archive: MemoryArchive, directory: str) -> None:
+    """Make a checkpoint's episodes such that a replay step of theirs has failed under it (STEP-4)."""
+    where = (directory, "environment", "env")
+    part = archive.parts[where]
+    records = []
+    for record in part.records:
+        content = unpack(EnvironmentRecord, record.payload)
+        assert content.boundary is not None
+        records.append(make_record(record.episode_id, attrs.evolve(content, boundary=None)))
+    archive.parts[where] = attrs.evolve(part, records=tuple(records))
+
+
+async def test_an_attempt_that_starts_over_leaves_nothing_of_what_it_had(
+    autojump_clock: MockClock,
+) -> None:
+    """STEP-4, I34: its agent and resources sessions were restored, and it asks for others; also when a
+    checkpoint comes before it has asked for anything, and a crash after that."""
+    model, archive = policy(2), MemoryArchive()
+    servers: Any = {"agent": AGENT, "scripted": {"policy": model}, "apps": TOOLS}
+    async with open_rig(archive, **servers) as rig:
+        rig.start_run(R0, task())
+        await wait_all_tasks_blocked()
+        await rig.checkpoint("d", R0)
+    starting_over(archive, "d")
+    model.door(MODEL).let_go()
+    model.answers[MODEL] = play
+    async with open_rig(archive, **servers) as rig:
+        await rig.restore("d", R0)
+        # It parks at its first boundary, before its first call.
+        await rig.control("env", "prepare", "d2")
+        rig.start_run(R1, task())
+        await rig.resume("d2")
+        exported = await rig.checkpoint("d3", R1)
+        assert exported == {"env": ["r-a1"], "agent": ["r-a1"], "tools": ["r-a1"]}
+    async with open_rig(archive, **servers) as rig:
+        await rig.restore("d3", R1)
+        reply = await rig.run(R2, task())
+        for server in ("agent", "tools"):
+            assert (await rig.status(server))["restored_pending"] == []
+        await idle(rig)
+    assert outputs_of(reply) == UNCUT
 
 
 async def test_a_checkpoint_without_a_crash_parks_and_releases(autojump_clock: MockClock) -> None:

@@ -15,16 +15,23 @@ from quart_trio import QuartTrio
 from trio.testing import MockClock
 
 from gymtrio.context import current_episode
-from gymtrio.errors import PeerRefused, SettingsError, StaleAttempt
+from gymtrio.errors import HostError, PeerRefused, SettingsError, StaleAttempt
 from gymtrio.ids import CheckpointId
 from gymtrio.serving.app import open_asgi
 from gymtrio.serving.client import ServerClient, peer_of_url
 from gymtrio.serving.controlchannel import HttpControlChannel
-from gymtrio.serving.deployment import DEPLOYMENT_VARIABLE, DeploymentDirectory, parse_deployment
+from gymtrio.serving.deployment import (
+    DEPLOYMENT_VARIABLE,
+    Bind,
+    DeploymentDirectory,
+    load_deployment,
+    parse_deployment,
+)
 from gymtrio.serving.host import HostPorts
 from gymtrio.serving.http import Request, Response, json_response
 from gymtrio.serving.inprocess import InProcessNetwork, open_network
 from gymtrio.serving.lifespan import StartFailed, open_lifespan
+from gymtrio.serving.supervisor import _with_state_dir, write_resolved
 from gymtrio.settings import Secret
 from gymtrio.wire.control import CONTROL_PREFIX, Kind, PrepareRequest, ResumeRequest
 from tests.helpers import example_server
@@ -263,6 +270,31 @@ async def test_the_control_plane_is_served_where_checkpointing_is_on(
                 )
                 await channel.call("peer", "resume", resume, deadline)
     assert participant.closes == 1
+
+
+@pytest.mark.parametrize("first", ["up", "hypercorn"])
+async def test_a_server_of_one_file_runs_once_however_it_is_started(
+    first: str, tmp_path: Path
+) -> None:
+    """HARD-10: by `gymtrio up`, which hands its servers a file of its own, and without it."""
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "run").mkdir()
+    file = tmp_path / "deployment.json"
+    block = {"enabled": True, "control_auth_token": TOKEN, "root": "checkpoints"}
+    servers = {"peer": {"app": "x:y", "kind": "environment"}}
+    file.write_text(json.dumps({"checkpoint": block, "servers": servers}))
+    written = load_deployment(file)
+    bound = _with_state_dir(written.resolved({"peer": Bind("127.0.0.1", 1)}), tmp_path / "run")
+    resolved = load_deployment(write_resolved(bound, tmp_path / "run"))
+    ways = {"up": resolved, "hypercorn": written}
+    app = make_app({}, participant=ScriptedParticipant("peer"), kind=Kind.ENVIRONMENT)
+    async with open_network() as network:
+        ports = HostPorts(transport=network)
+        async with open_asgi(app, deployment=ways.pop(first), name="peer", ports=ports):
+            (second,) = ways.values()
+            with pytest.raises(HostError, match="a server that is running already"):
+                async with open_asgi(app, deployment=second, name="peer", ports=ports):
+                    raise AssertionError
 
 
 async def test_a_server_that_waits_to_be_restored_is_alive_and_not_ready() -> None:

@@ -12,6 +12,7 @@ from gymtrio.serving.client import Origin
 from gymtrio.serving.deployment import (
     Bind,
     DeploymentDirectory,
+    ServerEntry,
     load_deployment,
     parse_bind,
     parse_deployment,
@@ -69,6 +70,27 @@ def test_a_file_is_read_with_paths_relative_to_it(file: Path) -> None:
     assert TOKEN not in repr(deployment)
 
 
+def test_state_stands_beside_the_file_however_a_server_is_started(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HARD-10, SET-2: else a server could be started twice, by `gymtrio up` and by plain Hypercorn."""
+    text = TEXT.replace("state_dir: state", "")
+    file.write_text(
+        text.replace("control_auth_token_file: secrets/token", f"control_auth_token: {TOKEN}")
+    )
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "linked.yaml").symlink_to(file)
+    expected = str(tmp_path.resolve() / ".gymtrio/deployment/state")
+    assert load_deployment(file, {}).state_dir == expected
+    assert load_deployment(elsewhere / "linked.yaml", {}).state_dir == expected
+    monkeypatch.chdir(elsewhere)
+    assert load_deployment("../deployment.yaml", {}).state_dir == expected
+    with (tmp_path / "other.yaml").open("w") as other:
+        other.write(file.read_text())
+    assert load_deployment(other.name, {}).state_dir != expected
+
+
 def test_names_become_urls_once_ports_are_known(file: Path) -> None:
     """SET-2: port 0 support."""
     deployment = load_deployment(file, {})
@@ -100,6 +122,34 @@ def test_an_unknown_port_of_one_server_does_not_hinder_calls_to_others(file: Pat
     assert directory.find("http://elsewhere:1").origin == Origin("elsewhere", 1)
 
 
+def test_where_a_server_takes_frames(file: Path) -> None:
+    """Between servers of one host a socket file, for other hosts an address, or HTTP alone."""
+    given = load_deployment(file, {})
+    long = "x" * 128
+    servers = {
+        "here": ServerEntry(app="x:app", kind=Kind.AGENT),
+        long: ServerEntry(app="x:app", kind=Kind.AGENT),
+        "several": ServerEntry(app="x:app", kind=Kind.MODEL, settings={"num_workers": 2}),
+        "both": ServerEntry(app="x:app", kind=Kind.AGENT, frames="tcp://0.0.0.0:9000"),
+        "there": ServerEntry(url="http://gpu-1:8000", kind=Kind.MODEL, frames="tcp://gpu-1:9000"),
+        "foreign": ServerEntry(url="http://gpu-1:8001", kind=Kind.MODEL),
+    }
+    deployment = attrs.evolve(given, servers=servers, socket_dir="/run/s")
+    found = {name: deployment.frames_address(name) for name in servers}
+    assert len(str(found.pop(long))) < 60
+    assert found == {
+        "here": "/run/s/here",
+        "several": None,
+        "both": "/run/s/both",
+        "there": "tcp://gpu-1:9000",
+        "foreign": None,
+    }
+    http = attrs.evolve(deployment, transport="http")
+    assert {http.frames_address(name) for name in servers} == {None}
+    alone = attrs.evolve(deployment, socket_dir=None)
+    assert alone.frames_address("here") is None
+
+
 def test_without_a_deployment_no_server_is_known() -> None:
     with pytest.raises(SettingsError, match="there is no deployment; set GYMTRIO_DEPLOYMENT"):
         DeploymentDirectory(parse_deployment({})).find("policy")
@@ -120,6 +170,9 @@ def test_without_a_deployment_no_server_is_known() -> None:
         ("servers: {a: {kind: model}}", "servers.a: give either app"),
         ("servers: {a: {app: x, kind: model}}", "servers.a: app 'x' is not module:attribute"),
         ("servers: {a: {app: 'x:a', kind: model, bind: x}}", "servers.a: 'x' is not host:port"),
+        ("servers: {a: {url: 'http://a', frames: 'b:1'}}", "is not tcp://host:port"),
+        ("transport: smoke", "transport: expected one of 'frames', 'http', got str"),
+        ("servers: {a: {url: 'http://a', kind: model, frames: 'tcp://a'}}", "not host:port"),
         ("servers: {'a/b': {app: 'x:a', kind: model}}", "servers: 'a/b' cannot name a server"),
         ("servers: {a: {}, a: {}}", "key 'a' given twice"),
         ("checkpoint: {enabled: true}", "checkpoint: enabled without a token"),

@@ -213,7 +213,7 @@ async def test_models_are_listed(tmp_path: Path) -> None:
     ("body", "status", "code"),
     [
         ([], 422, "invalid_request"),
-        ({**HELLO, "stream": True}, 400, "streaming_unsupported"),
+        ({**HELLO, "stream": "yes"}, 422, "invalid_request"),
         ({**HELLO, "n": 3}, 422, "invalid_request"),
     ],
 )
@@ -225,9 +225,20 @@ async def test_what_is_refused_says_why(tmp_path: Path, body: Any, status: int, 
         assert value["error"]["message"] == value["error"]["detail"]
 
 
-async def test_messages_are_not_served_yet(tmp_path: Path) -> None:
+async def test_a_message_is_a_chat_of_the_same_episode(tmp_path: Path) -> None:
+    """POL-1: what its caller speaks makes no difference to ledger, tokens and errors."""
     async with running(tmp_path) as server:
-        assert (await server.ask(HELLO, route=Route.MESSAGES)).status == 404
+        server.engine.backend.at_once = True
+        asked = {**HELLO, "max_tokens": 20}
+        reply: Any = (await server.ask(asked, context=R, route=Route.MESSAGES)).json()
+        assert reply["type"] == "message"
+        assert tuple(reply["generation_token_ids"]) == uncut_tokens(asked)
+        (sent,) = server.engine.requests
+        assert sent.path == Route.CHAT.value
+        refused = await server.ask(HELLO, context=R, route=Route.MESSAGES)
+        error: Any = refused.json()
+        assert (refused.status, error["type"]) == (422, "error")
+        assert error["error"]["message"].startswith("max_tokens")
 
 
 async def test_a_checkpoint_over_http_cuts_and_a_new_process_continues(
@@ -435,8 +446,6 @@ async def test_the_openai_client_works_unmodified(tmp_path: Path) -> None:
             assert [model.id for model in models.data] == ["policy"]
             with pytest.raises(openai.UnprocessableEntityError, match="one choice"):
                 await client.chat.completions.create(model="policy", messages=hello, n=2)
-            with pytest.raises(openai.BadRequestError, match="stream"):
-                await client.chat.completions.create(model="policy", messages=hello, stream=True)
 
 
 def _on_sockets(asgi: AsgiApp) -> AsgiApp:

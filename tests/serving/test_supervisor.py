@@ -6,11 +6,12 @@ import json
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import pytest
@@ -78,6 +79,9 @@ async def test_servers_find_each_other_and_end_with_the_block(tmp_path: Path) ->
         assert (first["greeting"], first["instance"]) == ("hi", "one")
         second: Any = (await running.client.request("one", "POST", "/ask?two")).json()
         assert second["instance"] == "two"
+        socket_dir = Path(str(running.deployment.socket_dir))
+        assert stat.S_IMODE(socket_dir.stat().st_mode) == 0o700
+        assert all(stat.S_IMODE((socket_dir / n).stat().st_mode) == 0o600 for n in ("one", "two"))
         pids = [running.pid(name) for name in running.urls]
         assert first["pid"] in pids
         assert all(os.getpgid(pid) == pid for pid in pids)
@@ -88,7 +92,22 @@ async def test_servers_find_each_other_and_end_with_the_block(tmp_path: Path) ->
             async with open_deployment(deployment, run_dir=tmp_path / "run"):
                 pass
     assert not any(is_running(pid) for pid in pids)
+    assert not socket_dir.exists()
     assert "stopping after SIGTERM" in (tmp_path / "run/logs/one.log").read_text()
+
+
+@pytest.mark.parametrize("transport", ["frames", "http"])
+async def test_servers_call_each_other_as_the_deployment_says(
+    tmp_path: Path, transport: Literal["frames", "http"]
+) -> None:
+    """Frames between servers of one host, unless HTTP is asked for."""
+    deployment = attrs.evolve(deployment_of(one={}, two={}), transport=transport)
+    async with open_deployment(deployment, run_dir=tmp_path / "run") as running:
+        for reach in (lambda name: name, lambda name: running.urls[name]):
+            asked: Any = (await running.client.request(reach("one"), "POST", "/ask?two")).json()
+            assert asked["instance"] == "two"
+            # Only HTTP has such a header.
+            assert (asked["host"] is None) is (transport == "frames")
 
 
 async def test_killed_groups_are_gone_and_their_ports_can_be_had_again(tmp_path: Path) -> None:

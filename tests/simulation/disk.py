@@ -30,11 +30,14 @@ QUICK_S: Final = (0.0, 0.0, 0.01)
 
 @attrs.frozen(kw_only=True)
 class DiskFault:
-    """The n-th file operation of the run, and those that follow it, do not do what they should."""
+    """The n-th file operation after an event, and those that follow it, do not do what they should."""
 
     at_operation: int
+    after: str = "start"
+    """The event, the first time that it happens."""
     error: str = "EIO"
-    """Name of an errno, or `POWER`: the power fails just before."""
+    """Name of an errno; `POWER`: the power fails just before; `ROT`: a bit of a file of a checkpoint
+    changes, as soon as there is one."""
     operations: int = 1
     """How many in a row fail."""
 
@@ -60,12 +63,31 @@ class Machine:
         self._power_failed = power_failed
         self.waits_s = QUICK_S if not slow_s else (*QUICK_S, slow_s / 2, slow_s)
         self.operations = 0
-        self.failed = 0
-        """File operations that were told to fail."""
+        """Since the event of the fault."""
+        self.failed_syncs = 0
+        self.rotten: dict[str, float] = {}
+        """Paths of files in which a bit has changed, and when it did."""
+        self.undamaged: dict[str, bytes] = {}
+        """What was in them before."""
+        self.after_operation: Callable[[Operation], None] | None = None
+        """Called before the next one, or with the next event: what the last one did is seen."""
+        self._last: Operation | None = None
+        self._armed = fault is not None and fault.after == "start"
         first = PageCacheFiles()
         for directory in (ROOT, STATE):
             first.replace(f"{directory}/here", b"")
         self.files = self._hooked(first)
+
+    def observe(self, event: str) -> None:
+        """Something happened in the run."""
+        self._settle()
+        if self._fault is not None and event == self._fault.after:
+            self._armed = True
+
+    def _settle(self) -> None:
+        last, self._last = self._last, None
+        if last is not None and self.after_operation is not None:
+            self.after_operation(last)
 
     def lose_power(self) -> None:
         """What is not durable is kept, lost or torn; every process must be dead."""
@@ -79,17 +101,45 @@ class Machine:
         return files
 
     def _before(self, operation: Operation) -> None:
-        self.operations += 1
+        self._settle()
+        self._last = operation
         fault = self._fault
-        if fault is None or operation.name == "close":
+        if fault is None or not self._armed or operation.name == "close":
             return
-        if fault.at_operation <= self.operations < fault.at_operation + fault.operations:
-            self.failed += 1
+        self.operations += 1
+        if self.operations < fault.at_operation:
+            return
+        if fault.error == "ROT":
+            if len(self.rotten) < fault.operations:
+                self._rot()
+        elif self.operations < fault.at_operation + fault.operations:
+            self.failed_syncs += operation.name == "sync"
             if fault.error == "POWER":
                 self._power_failed()
                 raise ProcessDied("power")
             number: int = getattr(errno, fault.error)
             raise OSError(number, fault.error)
+
+    def _rot(self) -> None:
+        """Change a bit of a file of a checkpoint that is wholly on the disk."""
+        found: dict[str, Any] = {}
+        above: list[tuple[str, Any]] = [("", self.files._root)]
+        while above:
+            path, inode = above.pop()
+            for name, child in inode.entries.items():
+                if child.is_directory:
+                    above.append((f"{path}/{name}", child))
+                elif "/gym/" in path and child.durable and not (child.writes or ".tmp" in name):
+                    found[f"{path}/{name}"] = child
+        for path in self.rotten:
+            found.pop(path, None)
+        if found:
+            path = self._rng.choice(sorted(found))
+            changed = bytearray(found[path].durable)
+            changed[self._rng.randrange(len(changed))] ^= 1 << self._rng.randrange(8)
+            self.undamaged[path] = found[path].durable
+            found[path].data = found[path].durable = bytes(changed)
+            self.rotten[path] = trio.current_time()
 
 
 OPENING: Final = frozenset({"open_root", "open_directory", "create", "open", "lock"})
@@ -149,5 +199,5 @@ class DiskPort:
 
     async def _run(self, step: Step[T], call: Callable[[], T], wait_s: float) -> None:
         await trio.sleep(wait_s)
-        self._process.check()
+        await self._process.running()
         step.finish(outcome.capture(call))

@@ -53,6 +53,8 @@ from gymtrio.wire.control import Kind
 
 TOKEN_S: Final = 0.05
 """Virtual time per token."""
+TWO_CALLS_AT: Final = 2
+"""A task of as many amounts begins with two function calls in one answer."""
 DIGEST: Final = "simulated-1"
 
 
@@ -81,22 +83,28 @@ def log_probs_of(token_ids: Sequence[int]) -> tuple[float, ...]:
     return tuple(map(log_prob_of, token_ids))
 
 
-def answer_item(items: Sequence[dict[str, Any]], said: str) -> dict[str, Any]:
-    """What the model says: the next move of the task."""
+def answer_items(items: Sequence[dict[str, Any]], said: str) -> list[dict[str, Any]]:
+    """What the model says: the next move of the task, or the next two."""
     asked = next(item["content"] for item in items if item.get("role") == "user")
     amounts = [int(word) for word in str(asked).split() if word.isdecimal()]
     done = sum(item.get("type") == "function_call_output" for item in items)
     if done > len(amounts):
-        return {"type": "message", "role": "assistant", "content": [], "id": f"m-{said[:8]}"}
-    name, arguments = "get_counter_value", {}
-    if done < len(amounts):
-        name, arguments = "increment_counter", {"count": amounts[done]}
-    return {
-        "type": "function_call",
-        "name": name,
-        "call_id": f"call-{said[:8]}",
-        "arguments": json.dumps(arguments),
-    }
+        return [{"type": "message", "role": "assistant", "content": [], "id": f"m-{said[:8]}"}]
+    moves: list[tuple[str, dict[str, int]]] = [
+        ("increment_counter", {"count": amount}) for amount in amounts
+    ]
+    moves.append(("get_counter_value", {}))
+    # Two steps that a checkpoint waits for, with nothing but a boundary between them.
+    at_once = 2 if done == 0 and len(amounts) == TWO_CALLS_AT else 1
+    return [
+        {
+            "type": "function_call",
+            "name": name,
+            "call_id": f"call-{said[:8]}-{number}",
+            "arguments": json.dumps(arguments),
+        }
+        for number, (name, arguments) in enumerate(moves[done : done + at_once])
+    ]
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -187,7 +195,7 @@ class Engine:
         reply: dict[str, Any] = {
             "id": f"resp-{call.said[:8]}",
             "object": "response",
-            "output": [answer_item(body["input"], call.said)],
+            "output": answer_items(body["input"], call.said),
         }
         tokens = CallTokens(
             prompt_token_ids=prompt_of(call.said),

@@ -33,7 +33,14 @@ class Lineage:
     """Capture key to the conversations whose answers its policy server has sent whole."""
     restored_cuts: dict[str, Any] = attrs.field(factory=dict)
     """Capture key to the cut that its attempt was restored with, while nothing shows it was used."""
+    begun_before: int = 0
+    """How many calls the backend had begun before the last restore."""
     restored_rows: dict[str, int] = attrs.field(factory=dict)
+    sent_before: dict[str, dict[str, int]] = attrs.field(factory=dict)
+    """By checkpoint: how many answers each attempt had been sent when its commit was answered."""
+    latest_before: dict[str, dict[str, set[str]]] = attrs.field(factory=dict)
+    """By checkpoint: the call that each attempt had begun last and that was still generated when the
+    commit was answered, and what that goes on from."""
     of_checkpoint: dict[str, dict[CaptureKey, PolicyRecord]] = attrs.field(factory=dict)
 
     def answered(self, exchange: Exchange) -> None:
@@ -54,6 +61,35 @@ class Lineage:
                 return said
         return None
 
+    def unclaimed(self) -> list[str]:
+        """Attempts with a restored cut that no call has gone on from."""
+        begun = {
+            extension.continuation.source_model_call_id
+            for extension, _ in self.engine.begun[self.begun_before :]
+            if extension.continuation is not None
+        }
+        return [
+            key
+            for key, cut in self.restored_cuts.items()
+            if cut.continuation.source_model_call_id not in begun
+        ]
+
+    def committed(self, checkpoint_id: str) -> None:
+        """The policy server has answered a commit: what it holds is what it had sent by then."""
+        keys = self.heard.keys() | self.restored_rows.keys()
+        self.sent_before[checkpoint_id] = {
+            key: len(self.heard.get(key, ())) + self.restored_rows.get(key, 0) for key in keys
+        }
+
+        latest: dict[str, set[str]] = {}
+        for extension, _ in self.engine.begun:
+            latest.pop(extension.capture_key, None)
+            if extension.model_call_id in self.engine.live:
+                gone_on = extension.continuation
+                sources = set() if gone_on is None else {gone_on.source_model_call_id}
+                latest[extension.capture_key] = {extension.model_call_id, *sources}
+        self.latest_before[checkpoint_id] = latest
+
     def published(self, publication: Any, files: dict[str, bytes]) -> None:
         records = records_of(PolicyRecord, "model", "policy", publication.checkpoint_id, files)
         self.of_checkpoint[publication.checkpoint_id] = records
@@ -63,17 +99,26 @@ class Lineage:
             if key not in publication.commits["policy"].episode_ids:
                 continue
             record = records.get(key, PolicyRecord())
-            sent = len(self.heard.get(key, ())) + self.restored_rows.get(key, 0)
+            sent = self.sent_before[publication.checkpoint_id].get(key, 0)
             # Of an answer that is lost on its way nobody knows whether it was heard.
             if len(record.rows) > sent:
                 fail("I16", f"{key}: {len(record.rows)} rows, {sent} answers were delivered")
             if len(record.rows) < sent and not self.oracles.lossy:
                 fail("I16", f"{key}: {len(record.rows)} rows of {sent} delivered answers")
+            latest = self.latest_before[publication.checkpoint_id].get(key)
             wanted = self.restored_cuts.get(key)
+            if latest is not None and wanted is not None:
+                # While the latest has generated nothing, the restored one stands.
+                latest |= {wanted.continuation.source_model_call_id}
+            if latest is not None and record.cut is not None:
+                source = record.cut.continuation.source_model_call_id
+                if source not in latest:
+                    fail("I28", f"{key}: the cut of {source}, and {latest} was begun after it")
             if wanted is not None and record.cut is None:
                 fail("I8", f"{key}: its restored cut was not delivered and is not exported again")
 
     def restored(self, publication: Any) -> None:
+        self.begun_before = len(self.engine.begun)
         for episode_id in publication.scope:
             record = self.of_checkpoint[publication.checkpoint_id].get(episode_id.capture_key)
             for known in (self.heard, self.restored_rows, self.restored_cuts):
@@ -98,21 +143,20 @@ class Lineage:
         attempt = extension["attempt"]
         key = str(extension["rollout_id"]) + (f"-a{attempt}" if attempt else "")
         said = conversation(body["input"])
-        cut = self.restored_cuts.get(key)
-        if (
-            cut is not None
-            and said == self._conversation_of(cut)
-            and extension.get("continuation") is None
-        ):
-            self.oracles.fail("I25", f"{key}: its durable prefix is generated again")
-        sources = [
+        going_on = [
             call.extension.continuation.source_model_call_id
             for call in self.engine.live.values()
-            if call.extension.continuation is not None and call.extension.rollout_id == key
+            if call.extension.continuation is not None and call.extension.capture_key == key
         ]
         continuation = extension.get("continuation")
-        if continuation is not None and continuation["source_model_call_id"] in sources:
+        if continuation is not None and continuation["source_model_call_id"] in going_on:
             self.oracles.fail("I14", f"{key}: one cut is continued twice at once")
+        cut = self.restored_cuts.get(key)
+        if cut is None or continuation is not None or said != self._conversation_of(cut):
+            return
+        # A repetition of the call that goes on from it has nothing to go on from.
+        if cut.continuation.source_model_call_id not in going_on:
+            self.oracles.fail("I25", f"{key}: its durable prefix is generated again")
 
     def stamps(self, records: dict[StagingKey, TokenRecord]) -> None:
         """At the end: whole records are stamped with the oldest version that contributed (I25)."""

@@ -14,6 +14,7 @@ import attrs
 import pytest
 import trio
 
+from gymtrio.checkpoint import dispatch
 from gymtrio.checkpoint.control import Control
 from gymtrio.checkpoint.held import HeldCheckpoint
 from gymtrio.checkpoint.opened import OpenCheckpoint
@@ -26,8 +27,9 @@ from gymtrio.participants.deliveries import Deliveries
 from gymtrio.participants.environment import EnvironmentParticipant
 from gymtrio.participants.policy import exchange as policy_exchange
 from gymtrio.participants.policy import participant as policy
-from gymtrio.participants.policy import records
+from gymtrio.participants.policy.books import Books
 from gymtrio.participants.policy.calls import PolicyReply
+from gymtrio.participants.policy.gate import PolicyGate
 from gymtrio.participants.resources import ResourcesParticipant
 from gymtrio.participants.restored import Restored
 from gymtrio.storage.folder import Folder
@@ -58,12 +60,17 @@ def mutated(name: str) -> Iterator[None]:
         yield
 
 
-def _nothing(*_: object, **__: object) -> None:
+def nothing(*_: object, **__: object) -> None:
     """In place of what does something."""
 
 
-async def _nothing_async(*_: object, **__: object) -> None:
+async def nothing_async(*_: object, **__: object) -> None:
     """In place of what waits."""
+
+
+def patch_operation(patch: pytest.MonkeyPatch, name: str, serve: Any) -> None:
+    """Replace what serves a control operation: the dispatcher holds it by itself."""
+    patch.setitem(dispatch._OPERATIONS, name, serve)
 
 
 # -- storage ---------------------------------------------------------------------------------
@@ -74,7 +81,7 @@ class _WithoutSync:
         self._files = files
 
     def __getattr__(self, name: str) -> Any:
-        return _nothing if name == "sync" else getattr(self._files, name)
+        return nothing if name == "sync" else getattr(self._files, name)
 
 
 @mutant("no file sync")
@@ -90,7 +97,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("no directory sync")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Folder, "sync", _nothing)
+    patch.setattr(Folder, "sync", nothing)
 
 
 @mutant("no parent sync")
@@ -100,7 +107,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("temporary file left")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ManifestFile, "_remove_temporary", _nothing)
+    patch.setattr(ManifestFile, "_remove_temporary", nothing)
 
 
 # -- fences and holds ------------------------------------------------------------------------
@@ -108,25 +115,25 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("no attempt mark")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Fences, "refuse", _nothing)
+    patch.setattr(Fences, "refuse", nothing)
 
 
 @mutant("no id fence")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Control, "_check_not_stale", _nothing)
+    patch.setattr(Control, "_check_not_stale", nothing)
 
 
 @mutant("late restore")
 def _(patch: pytest.MonkeyPatch) -> None:
     """HARD-8."""
-    patch.setattr(Control, "_check_not_stale", _nothing)
+    patch.setattr(Control, "_check_not_stale", nothing)
     for kind in (
         AgentParticipant,
         EnvironmentParticipant,
         ResourcesParticipant,
         policy.PolicyParticipant,
     ):
-        patch.setattr(kind, "check_installable", _nothing)
+        patch.setattr(kind, "check_installable", nothing)
 
 
 @mutant("no nonce")
@@ -142,7 +149,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("any holder")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(OpenCheckpoint, "check_holder", _nothing)
+    patch.setattr(OpenCheckpoint, "check_holder", nothing)
 
 
 @mutant("open at start")
@@ -171,7 +178,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 @mutant("anything while waiting for a restore")
 def _(patch: pytest.MonkeyPatch) -> None:
     """HARD-6."""
-    patch.setattr(Control, "_check_not_awaiting", _nothing)
+    patch.setattr(Control, "_check_not_awaiting", nothing)
 
 
 # -- leases ----------------------------------------------------------------------------------
@@ -211,18 +218,18 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("reply while prepared")
 def _(patch: pytest.MonkeyPatch) -> None:
-    def leave(self: Any, ticket: Any, exchanged: Any) -> PolicyReply:
-        self._tickets.leave(ticket)
-        if ticket.episode_id is not None and ticket.row is not None:
-            self._ledger.add(ticket.episode_id, ticket.row)
+    async def leave(self: Any, ticket: Any, answer: Any) -> PolicyReply:
+        self.tickets.leave(ticket)
+        if ticket.row is not None:
+            await self._keeper.deliver(ticket.model_call_id, ticket.row)
 
         def done(sent: bool) -> None:
             self._done(ticket, sent)
 
-        return PolicyReply(status=exchanged.status, body=exchanged.body, done=done)
+        return PolicyReply(status=answer.status, body=answer.body, done=done)
 
-    patch.setattr(policy.PolicyParticipant, "_hold", _nothing_async)
-    patch.setattr(policy.PolicyParticipant, "_leave", leave)
+    patch.setattr(PolicyGate, "_hold", nothing_async)
+    patch.setattr(PolicyGate, "_leave", leave)
 
 
 @mutant("boundaries do not park")
@@ -249,16 +256,22 @@ def _(patch: pytest.MonkeyPatch) -> None:
     """HARD-1."""
     real = Admission.enter
 
-    async def enter(self: Any, episode_id: Any, *, refuse: bool = False) -> None:
-        await real(self, episode_id, refuse=refuse)
-        await trio.lowlevel.checkpoint()
+    async def enter(self: Any, episode_id: Any, **options: Any) -> None:
+        await real(self, episode_id, **options)
+        # As long as a look at a file takes: a retirement that finds nothing is over by then.
+        await trio.sleep(0.01)
 
     patch.setattr(Admission, "enter", enter)
 
 
 @mutant("replies in flight do not count")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Deliveries, "ended", _nothing)
+    """I2."""
+
+    def ended(self: Any, episode_id: Any, name: str, sent: Any = None) -> None:
+        self._ended[name] = None, sent
+
+    patch.setattr(Deliveries, "ended", ended)
 
 
 @mutant("retire replies early")
@@ -269,7 +282,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
             self._retirements.start(episode_id)
         return RetireReply(retired=tuple(e.capture_key for e in request.episode_ids))
 
-    patch.setattr(Control, "retire", retire)
+    patch_operation(patch, "retire", retire)
 
 
 # -- what is restored ------------------------------------------------------------------------
@@ -282,7 +295,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("claim not given back")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Restored, "give_back", _nothing)
+    patch.setattr(Restored, "give_back", nothing)
 
 
 @mutant("unclaimed state left out")
@@ -292,8 +305,11 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("unclaimed cut left out")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = records.choose_cut
-    patch.setattr(policy, "choose_cut", lambda tickets, cuts, unclaimed: real(tickets, cuts, None))
+    def restored_cut(self: Any, episode_id: Any) -> Any:
+        claimed = (call.claimed for call in self._undelivered(episode_id))
+        return next((cut for cut in claimed if cut is not None), None)
+
+    patch.setattr(Books, "restored_cut", restored_cut)
 
 
 @mutant("scope ignored")
@@ -317,7 +333,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
             opened.publication = type(opened.publication)()
         return await real(self, request)
 
-    patch.setattr(Control, "commit", commit)
+    patch_operation(patch, "commit", commit)
 
 
 # -- tokens ----------------------------------------------------------------------------------
@@ -332,13 +348,13 @@ def _(patch: pytest.MonkeyPatch) -> None:
         call.token_ids = (*call.token_ids, call.token_ids[-1])
 
     patch.setattr(Engine, "_continue", go_on)
-    patch.setattr(policy_exchange, "_check_continued", _nothing)
+    patch.setattr(policy_exchange, "_check_continued", nothing)
 
 
 @mutant("newest version stamped")
 def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Engine, "stamp", staticmethod(lambda own, of_prefix: own))
-    patch.setattr(policy_exchange, "_check_continued", _nothing)
+    patch.setattr(policy_exchange, "_check_continued", nothing)
 
 
 @mutant("undelivered row exported")
@@ -349,8 +365,8 @@ def _(patch: pytest.MonkeyPatch) -> None:
         record = real(self, episode_id)
         rows = [
             ticket.row
-            for ticket in self._tickets.of_attempt(episode_id)
-            if ticket.undelivered and ticket.row is not None
+            for ticket in self.gate.tickets
+            if ticket.episode_id == episode_id and ticket.undelivered and ticket.row is not None
         ]
         return attrs.evolve(record, rows=(*record.rows, *rows), cut=None)
 

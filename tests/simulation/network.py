@@ -8,6 +8,10 @@ Fault model:
   caller learns of both by a `TransportError`.
 - A call that its caller may repeat arrives a second time, as from a retry whose first try was slow: at
   once, or much later, but never at a later incarnation.
+- A peer may be slow to take a reply: a server's last send to it then takes a while.
+- A connection may be cut while a call is under way: its caller learns it at once, its server a little
+  later.
+- A `Mishap` does one of these to chosen calls, whatever chance says.
 - Nothing else is reordered within a call; calls overtake each other freely.
 
 Everything that passes is shown to the `Tap`, which is how oracles see servers from outside.
@@ -16,8 +20,10 @@ Everything that passes is shown to the `Tap`, which is how oracles see servers f
 from __future__ import annotations
 
 import json
+import math
 import random
-from collections.abc import AsyncIterator, Callable
+from collections import Counter
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Final, Protocol
 
@@ -26,14 +32,24 @@ import trio
 
 from gymtrio.context import AsgiApp, Message, Receive, Scope, Send, split_rollout_path
 from gymtrio.errors import TransportError
+from gymtrio.ids import EpisodeId
 from gymtrio.serving.client import Incoming, Lane, Origin, Outgoing
 from gymtrio.serving.http import Headers
 from gymtrio.serving.inprocess import InProcessNetwork
 from gymtrio.wire.control import CONTROL_PREFIX
-from tests.simulation.processes import Process
+from gymtrio.wire.native import EPOCH_HEADER
+from tests.simulation.processes import CURRENT, Process
 
 GRID_S: Final = 0.01
 DUPLICATES_LATER_S: Final = (0.0, 0.01, 0.3, 1.0, 5.0)
+DEAD: Final = (b"x-simulation-dead", b"1")
+"""Marks what is sent again after a crash that its execution did not survive; no server reads it."""
+SLOW_READ_S: Final = (0.1, 0.3)
+ECHOES_MAX: Final = 8
+"""Calls that come again in the instant of a control call."""
+ECHO_TIMES: Final = 2
+ECHO_PASSES_MAX: Final = 12
+"""A control call takes about as many passes of the loop from its delivery to its effect."""
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -59,6 +75,21 @@ class Exchange:
     received: bool = False
     """Its caller has the whole reply."""
     duplicate: bool = False
+    refused: bool = False
+    """Its attempt was refused by its server when it was delivered."""
+    until: tuple[float, float] = (-math.inf, math.inf)
+    """Of a control call: its deadline on trio's clock, as its server may have read the wall clock."""
+
+    @property
+    def epoch(self) -> str | None:
+        """The execution that it says it belongs to (HARD-11)."""
+        named = dict(self.outgoing.headers).get(EPOCH_HEADER.encode("ascii"))
+        return None if named is None else named.decode("ascii")
+
+    @property
+    def dead(self) -> bool:
+        """Sent again by somebody who outlived the execution that it belongs to."""
+        return DEAD in self.outgoing.headers
 
     @property
     def operation(self) -> str | None:
@@ -77,11 +108,15 @@ class Exchange:
 
 
 class Tap(Protocol):
-    """Sees every exchange at its four instants."""
+    """Sees every exchange at its instants."""
 
     def sent(self, exchange: Exchange) -> None: ...
 
     def delivered(self, exchange: Exchange) -> None: ...
+
+    def leaving(self, process: Process, path: str) -> None:
+        """A reply begins to be sent to a slow reader."""
+        ...
 
     def replied(self, exchange: Exchange) -> None: ...
 
@@ -90,6 +125,38 @@ class Tap(Protocol):
     def lost(self, exchange: Exchange) -> None:
         """Its reply, or the request itself, will never be heard."""
         ...
+
+
+@attrs.frozen(kw_only=True)
+class Mishap:
+    """What becomes of chosen calls, instead of what chance decides."""
+
+    path: str
+    """Of a control call its operation."""
+    what: str
+    """`request lost`, `reply lost`, `slow request`, `slow reply`, `twice`."""
+    target: str | None = None
+    """A server's name; None: whoever is called, each counted by itself."""
+    first: int = 1
+    """Which matching call is the first, from 1."""
+    count: int = 1
+    """How many in a row."""
+    for_s: float = 2.0
+    """How much slower, or how much later the second time."""
+
+    def befalls(self, fate: _Fate) -> _Fate:
+        match self.what:
+            case "request lost":
+                return attrs.evolve(fate, request_lost=True)
+            case "reply lost":
+                return attrs.evolve(fate, reply_lost=True)
+            case "slow request":
+                return attrs.evolve(fate, out_s=fate.out_s + self.for_s)
+            case "slow reply":
+                return attrs.evolve(fate, back_s=fate.back_s + self.for_s)
+            case "twice":
+                return attrs.evolve(fate, again_after_s=self.for_s)
+        raise AssertionError(self.what)
 
 
 @attrs.frozen(kw_only=True)
@@ -104,6 +171,11 @@ class NetworkFaults:
     """A direction takes seconds."""
     data: bool = False
     """Calls of episodes are lost as well, not control calls only."""
+    slow_reader: float = 0.0
+    """A server's last send to an episode's caller takes a while."""
+    echo: tuple[str, ...] = ()
+    """Control operations in whose instant calls that their server had answered come again."""
+    mishaps: tuple[Mishap, ...] = ()
     from_s: float = 0.0
     until_s: float = 30.0
 
@@ -128,13 +200,13 @@ class SimulatedNetwork:
         self, nursery: trio.Nursery, rng: random.Random, faults: NetworkFaults, tap: Tap
     ) -> None:
         self.exchanges: list[Exchange] = []
-        self.fate_of: Callable[[Exchange, _Fate], _Fate] | None = None
-        """For directed plans: replaces what chance decided."""
         self._nursery = nursery
         self._rng = rng
         self._faults = faults
         self._tap = tap
         self._servers: dict[str, _Server] = {}
+        self._under_way: dict[int, tuple[Exchange, trio.CancelScope]] = {}
+        self._matched: Counter[tuple[Mishap, str]] = Counter()
 
     def listen(self, process: Process, network: InProcessNetwork) -> None:
         """Serve a process under its own name until it dies; it serves on its own network."""
@@ -148,10 +220,17 @@ class SimulatedNetwork:
 
         async def serve(scope: Scope, receive: Receive, send: Send) -> None:
             async def checked(message: Message) -> None:
-                process.check()
+                reads_in_s = 0.0 if prompt else self._reads_in_s()
+                if message["type"] == "http.response.body" and reads_in_s:
+                    self._tap.leaving(process, split_rollout_path(str(scope["path"]))[1])
+                    await trio.sleep(reads_in_s)
+                await process.running()
                 await send(message)
 
-            process.check()
+            CURRENT.set(process)
+            control = str(scope.get("path")).startswith(CONTROL_PREFIX)
+            prompt = control or process.name == "engine"
+            await process.running()
             try:
                 await app(scope, receive, checked)
             except Exception:
@@ -180,8 +259,12 @@ class SimulatedNetwork:
         )
         self.exchanges.append(exchange)
         fate = self._fate(exchange)
-        if self.fate_of is not None:
-            fate = self.fate_of(exchange, fate)
+        for mishap in self._faults.mishaps:
+            if mishap.path == (exchange.operation or path) and mishap.target in (None, origin.host):
+                self._matched[mishap, origin.host] += 1
+                which = self._matched[mishap, origin.host] - mishap.first
+                if 0 <= which < mishap.count:
+                    fate = mishap.befalls(fate)
         self._tap.sent(exchange)
         return exchange, fate
 
@@ -208,36 +291,88 @@ class SimulatedNetwork:
             again_after_s=later_s if repeated and draws[2] < faults.duplicate else None,
         )
 
+    def _reads_in_s(self) -> float:
+        faults = self._faults
+        if not faults.slow_reader or not faults.from_s <= trio.current_time() <= faults.until_s:
+            return 0.0
+        slow = self._rng.random() < faults.slow_reader
+        return self._rng.choice(SLOW_READ_S) if slow else 0.0
+
+    def cut(self, source: str, target: str) -> None:
+        """Cut every connection from one to the other with a call under way."""
+        for exchange, scope in self._under_way.values():
+            if (exchange.source.name, exchange.target.name) == (source, target):
+                scope.cancel()
+
+    def _echo(self, exchange: Exchange, origin: Origin) -> None:
+        """Let calls come again in the instant of a control call."""
+        if exchange.operation not in self._faults.echo or exchange.duplicate:
+            return
+        retired = {
+            EpisodeId(e["rollout_id"], e["attempt"]).capture_key
+            for e in (exchange.json() or {}).get("episode_ids") or ()
+        }
+        again = [
+            e
+            for e in self.exchanges
+            if e.target is exchange.target
+            and e.operation is None
+            and not e.duplicate
+            and (e.key in retired or (exchange.operation != "retire" and e.outgoing.repeatable))
+        ]
+        for number, each in enumerate(again[-ECHOES_MAX:] * ECHO_TIMES):
+            # In the same instant, but not all in the same pass of the loop.
+            later_s = GRID_S if number % 4 == 3 else 0.0
+            self.send_again(each, origin, later_s, passes=self._rng.randrange(ECHO_PASSES_MAX))
+
     @asynccontextmanager
     async def deliver(self, exchange: Exchange, origin: Origin) -> AsyncIterator[Incoming]:
         """Hand a request to the server; the block has the head of its reply."""
         process = exchange.target
+        if process.alive:
+            await process.running()
         server = self._servers[process.name]
         if not process.alive or server.process is not process:
             raise TransportError(f"{origin}: connection reset")
         exchange.delivered_at = trio.current_time()
         self._tap.delivered(exchange)
+        self._echo(exchange, origin)
         async with server.network.exchange(origin, exchange.outgoing, Lane.DATA) as incoming:
             yield incoming
 
     async def whole_reply(self, exchange: Exchange, origin: Origin) -> Headers:
-        """Deliver, and read the reply to its end."""
-        async with self.deliver(exchange, origin) as incoming:
-            parts = []
-            while part := await incoming.receive_some():
-                parts.append(part)
-            exchange.status = incoming.status
-            exchange.reply = b"".join(parts)
-            exchange.replied_at = trio.current_time()
-            self._tap.replied(exchange)
-            return incoming.headers
+        """Deliver, and read the reply to its end.
 
-    def send_again(self, exchange: Exchange, origin: Origin, after_s: float) -> None:
+        Raises:
+            TransportError: the connection was lost.
+        """
+        scope = trio.CancelScope()
+        self._under_way[exchange.number] = exchange, scope
+        try:
+            with scope:
+                async with self.deliver(exchange, origin) as incoming:
+                    parts = []
+                    while part := await incoming.receive_some():
+                        parts.append(part)
+                    exchange.status = incoming.status
+                    exchange.reply = b"".join(parts)
+                    exchange.replied_at = trio.current_time()
+                    self._tap.replied(exchange)
+                    return incoming.headers
+        finally:
+            del self._under_way[exchange.number]
+        raise TransportError(f"{origin}: connection lost")
+
+    def send_again(
+        self, exchange: Exchange, origin: Origin, after_s: float, *, passes: int = 0
+    ) -> None:
         again = attrs.evolve(exchange, number=len(self.exchanges), duplicate=True)
         self.exchanges.append(again)
 
         async def later() -> None:
             await trio.sleep(after_s)
+            for _ in range(passes):
+                await trio.lowlevel.checkpoint()
             try:
                 await self.whole_reply(again, origin)
             except TransportError:

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from typing import Any, Final
 
-import attrs
 import trio
 
-from gymtrio.ids import RolloutId, parse_capture_key
+from gymtrio.capture.cuts import CUT_ROUTE
+from gymtrio.ids import EpisodeId, RolloutId, parse_capture_key
 from gymtrio.ports import WallClock
 from tests.simulation.engine import Engine, answer_tokens, conversation, log_probs_of
 from tests.simulation.history import History
 from tests.simulation.lineage import Lineage
 from tests.simulation.network import Exchange
-from tests.simulation.processes import Process
-from tests.simulation.servers import LEASE_GRACE_S, PARTICIPANTS
+from tests.simulation.plans import Plan
+from tests.simulation.processes import CURRENT, Process
+from tests.simulation.progress import Progress
+from tests.simulation.seen import Hold, Seen
+from tests.simulation.servers import PARTICIPANTS
 
 ANSWERED: Final = {
     "env": ("/run",),
@@ -34,50 +37,25 @@ CLOSING: Final = ("/close_session", "/v1/agent_sessions/close")
 """Idempotent; freeing what is gone already is no service to a stale attempt."""
 PROMPT_S: Final = 0.1
 """Status and resume are answered within this (CTL-10, CTL-15)."""
-
-
-@attrs.define(eq=False)
-class Hold:
-    checkpoint_id: str
-    nonce: str | None
-    until: float
-    """When its lease ends, by what the server has accepted."""
-    prepared: bool = False
-
-
-@attrs.define(eq=False)
-class Seen:
-    """What is known of one incarnation of a server."""
-
-    awaiting: bool
-    """Started to recover, and neither restored nor opened."""
-    hold: Hold | None = None
-    resuming: set[str] = attrs.field(factory=set)
-    """Checkpoint ids of which a resume was delivered."""
-    ended: dict[str, float] = attrs.field(factory=dict)
-    """Checkpoint id to when its resume was answered."""
-    fences: dict[RolloutId, int] = attrs.field(factory=dict)
-    """By the replies to retire and restore."""
-    seeded: set[str] = attrs.field(factory=set)
-    failed: set[str] = attrs.field(factory=set)
-    """Checkpoint ids of which a commit failed."""
-    committed: set[str] = attrs.field(factory=set)
-    """Checkpoint ids of which a commit was answered."""
+SEEDING: Final = ("/seed_session", "/v1/agent_sessions")
+"""What was asked for before a retirement was answered may be answered after it: the session is gone."""
+JOBS: Final = ("settle", "commit", "restore", "undo")
+"""Tasks of a participant's owner that are of one checkpoint (CTL-9)."""
 
 
 class Oracles:
     """Implements `tests.simulation.network.Tap`."""
 
-    def __init__(
-        self, history: History, engine: Engine, wall_clock: WallClock, *, lossy: bool
-    ) -> None:
+    def __init__(self, history: History, engine: Engine, wall_clock: WallClock, plan: Plan) -> None:
         self.violations: list[str] = []
         self.failed = trio.Event()
-        self.lossy = lossy
+        lost = any(m.path.startswith("/") and "lost" in m.what for m in plan.network.mishaps)
+        self.leaves_sessions = plan.network.data or lost
+        """A call that closes a session may be lost."""
+        self.lossy = self.leaves_sessions or any(f.what.startswith("cut ") for f in plan.faults)
         """Replies to episodes' calls may be lost on their way."""
         self.lineage = Lineage(engine, self)
-        self.keeps_lineage = False
-        """Check ledgers across a policy server that died alone, too: see `test_known_holes`."""
+        self.progress = Progress(self)
         self.disk_wait_s = 0.0
         """Longest that a disk call may take: a publication that has begun is waited for."""
         self._history = history
@@ -85,16 +63,8 @@ class Oracles:
         self._wall_clock = wall_clock
         self._seen: dict[Process, Seen] = {}
         self._open_control: dict[int, Exchange] = {}
-        self._answered_to_agent: dict[str, set[str]] = {}
-        """Capture key to the conversations whose answer its agent has heard."""
-        self._done_before: dict[str, set[str]] = {}
-        """Capture key to the conversations that were answered before its restored boundary."""
-        self._of_checkpoint: dict[str, dict[RolloutId, tuple[str, set[str], bool]]] = {}
-        """What was done before each published checkpoint: replacement key, conversations, activated."""
-        self._restored_keys: set[str] = set()
-        """Attempts of which the environment has a restored boundary."""
-        self._activated: set[str] = set()
-        self._seeded_before: set[str] = set()
+        self._lease_grace_s = plan.lease_grace_s
+        self._acks = plan.acks
 
     def fail(self, invariant: str, what: str) -> None:
         text = f"{invariant}: {what}"
@@ -103,12 +73,13 @@ class Oracles:
             self.failed.set()
             self._history.note("VIOLATION", text)
 
+    def sometimes(self, what: str) -> None:
+        self._history.sometimes[what] += 1
+
     # -- processes ----------------------------------------------------------------------------
 
     def started(self, process: Process, *, recover: bool) -> None:
         self._seen[process] = Seen(awaiting=recover)
-        if process.name == "policy" and not self.keeps_lineage:
-            self.lineage.fresh()
 
     def seen(self, process: Process) -> Seen | None:
         return self._seen.get(process)
@@ -117,10 +88,55 @@ class Oracles:
         return {p.name: seen for p, seen in self._seen.items() if p.alive}
 
     def _hold(self, seen: Seen) -> Hold | None:
-        if seen.hold is not None and trio.current_time() >= seen.hold.until - 1e-6:
-            self._history.sometimes["a lease expired"] += 1
+        """The hold that a server has for certain."""
+        hold = self._possible_hold(seen)
+        if hold is not None and trio.current_time() >= hold.until - 1e-6:
+            return None
+        return hold
+
+    def _possible_hold(self, seen: Seen) -> Hold | None:
+        hold = seen.hold
+        if hold is None:
+            return None
+        now = trio.current_time()
+        if now >= hold.until - 1e-6 and not hold.expired:
+            hold.expired = True
+            self.sometimes("a lease expired")
+        if now >= hold.until_latest - 1e-6:
+            seen.lapsed.add(hold.checkpoint_id)
             seen.hold = None
         return seen.hold
+
+    def published_by(self, server: str, name: str) -> None:
+        """A manifest of this server can be seen from now on."""
+        seen = self.live().get(server)
+        if seen is not None:
+            self._possible_hold(seen)
+            if name in seen.lapsed:
+                self.sometimes("a lease expired during publishing")
+
+    def clock_jumped(self) -> None:
+        """A deadline that is under way is what its server made of it, before or after."""
+        for exchange in self._open_control.values():
+            self._read_deadline(exchange)
+
+    def _read_deadline(self, exchange: Exchange) -> None:
+        body = exchange.json()
+        if body is not None:
+            until = trio.current_time() + body["deadline_ts"] - self._wall_clock.now_s()
+            earliest, latest = exchange.until
+            if math.isinf(earliest):
+                earliest = latest = until
+            exchange.until = min(earliest, until), max(latest, until)
+
+    def logged(self, text: str) -> None:
+        """What a participant's owner logs while it serves a request."""
+        process = CURRENT.get()
+        seen = None if process is None else self._seen.get(process)
+        if seen is not None and text.endswith(": admission closed"):
+            seen.closed_at = trio.current_time()
+        elif seen is not None and text.endswith(": resumed"):
+            seen.closed_at = -math.inf
 
     # -- the tap ------------------------------------------------------------------------------
 
@@ -129,49 +145,64 @@ class Oracles:
         if seen is None:
             return
         if exchange.target.name == "engine":
-            if exchange.path == "/v1/responses":
-                self.lineage.generation_begins(exchange)
+            self._asked_engine(exchange, seen)
             return
         path = exchange.path
-        if path not in CLOSING and self._refused(seen, exchange.key):
+        if (path not in CLOSING or exchange.key in seen.stopped) and seen.refuses(exchange.key):
             self.fail("I10", f"{exchange.source} calls {path} for {exchange.key}, retired")
+        if path not in CLOSING:
+            seen.last_call = trio.current_time(), path
+            if seen.closed_at == trio.current_time():
+                self.fail("I2", f"{exchange.source} calls {path} in the instant after it closed")
         hold = self._hold(seen)
-        if hold is not None and hold.prepared and hold.checkpoint_id not in seen.resuming:
-            self.fail("I2", f"{exchange.source} calls {exchange.path} while it is prepared")
+        if hold is None or hold.checkpoint_id in seen.resuming:
+            return
+        if hold.prepared:
+            self.fail("I2", f"{exchange.source} calls {path} while it is prepared")
 
-    @staticmethod
-    def _refused(seen: Seen, key: str | None) -> bool:
-        if key is None:
-            return False
-        episode_id = parse_capture_key(key)
-        return episode_id.attempt <= seen.fences.get(episode_id.rollout_id, -1)
+    def _asked_engine(self, exchange: Exchange, seen: Seen) -> None:
+        if exchange.path == "/v1/responses":
+            self.lineage.generation_begins(exchange)
+        elif exchange.path == CUT_ROUTE:
+            name = exchange.json()["checkpoint_id"]
+            if name in seen.ended:
+                self.fail("I31", f"{exchange.source}: a cut is asked for {name} after its resume")
 
     def lost(self, exchange: Exchange) -> None:
-        self._open_control.pop(exchange.number, None)
+        opened = self._open_control.pop(exchange.number, None)
+        seen = self._seen.get(exchange.target)
+        if opened is not None and seen is not None and opened.json() is not None:
+            seen.unsure.add(opened.json()["checkpoint_id"])
 
     def delivered(self, exchange: Exchange) -> None:
         seen = self._seen.get(exchange.target)
         if seen is None:
             return
-        if exchange.operation is not None:
-            self._open_control[exchange.number] = exchange
-            self._control_delivered(exchange, seen)
-        elif exchange.target.name == "policy" and exchange.key is not None:
-            said = conversation(exchange.json()["input"])
-            if said in self._done_before.get(exchange.key, ()):
-                self.fail("I5", f"{exchange.key}: a model call before its boundary is made again")
-        elif exchange.path == "/seed_session" and exchange.key in self._seeded_before:
-            self.fail("I5", f"{exchange.key} is seeded again after its activation had begun")
-        elif exchange.target.name == "agent" and exchange.path == "/v1/responses":
-            self._activated.add(str(exchange.key))
+        exchange.refused = seen.refuses(exchange.key)
         if exchange.operation is None:
+            self.progress.delivered(exchange)
             self._history.note(f"data {exchange.target.name}{exchange.path}", exchange.key)
+            return
+        self._open_control[exchange.number] = exchange
+        self._read_deadline(exchange)
+        self._history.note(f"{exchange.operation} at {exchange.target.name}", exchange.number)
+        if exchange.operation == "resume":
+            seen.resuming.add(exchange.json()["checkpoint_id"])
+        elif exchange.operation == "prepare" and exchange.target.name == "agent":
+            self.progress.agent_closes(exchange.json()["checkpoint_id"])
+
+    def leaving(self, process: Process, path: str) -> None:
+        self._history.note(f"leaving {process.name}{path}")
 
     def replied(self, exchange: Exchange) -> None:
         seen = self._seen.get(exchange.target)
         if seen is None:
             return
         self._open_control.pop(exchange.number, None)
+        if exchange.status == 500:
+            self.fail(
+                "panic", f"{exchange.target} answered {exchange.path} with a fault of its own"
+            )
         if exchange.operation is not None:
             self._prompt(exchange)
             if exchange.status == 200:
@@ -184,10 +215,7 @@ class Oracles:
             self._served(exchange, seen)
 
     def received(self, exchange: Exchange) -> None:
-        ends = (exchange.source.name, exchange.target.name)
-        if ends == ("agent", "policy") and exchange.status == 200 and exchange.key is not None:
-            said = conversation(exchange.json()["input"])
-            self._answered_to_agent.setdefault(exchange.key, set()).add(said)
+        self.progress.received(exchange)
 
     # -- data ---------------------------------------------------------------------------------
 
@@ -203,10 +231,17 @@ class Oracles:
             self.fail("I2", f"{exchange.target} answered {path} of {exchange.key} while prepared")
         if seen.awaiting:
             self.fail("I11", f"{exchange.target} served {path} while it waits to be restored")
-        if path not in CLOSING and self._refused(seen, exchange.key):
+        late = path in SEEDING and not exchange.refused
+        if path not in CLOSING and not late and seen.refuses(exchange.key):
             self.fail("I10", f"{exchange.target} served {path} of {exchange.key}, refused")
+        if exchange.dead and path not in CLOSING and exchange.key is not None:
+            episode_id = parse_capture_key(exchange.key)
+            if seen.replacements.get(episode_id.rollout_id) == episode_id.attempt:
+                what = f"served {path} of {exchange.key}, of an execution before its restore"
+                self.fail("I11", f"{exchange.target} {what}")
         if path == "/seed_session":
             seen.seeded.add(str(exchange.key))
+        self.progress.served(exchange)
         if server == "policy" and path == "/v1/responses":
             self._check_answer(exchange)
             self.lineage.answered(exchange)
@@ -224,6 +259,8 @@ class Oracles:
     # -- control ------------------------------------------------------------------------------
 
     def _prompt(self, exchange: Exchange) -> None:
+        if exchange.target.stopped_until >= exchange.delivered_at:
+            return
         took = trio.current_time() - exchange.delivered_at
         operation = exchange.operation
         if operation == "status" and took > PROMPT_S:
@@ -232,7 +269,7 @@ class Oracles:
         if operation == "resume" and took > PROMPT_S + 6 * self.disk_wait_s:
             self.fail("I29", f"{exchange.target} answered resume after {took:.2f} s")
         if operation == "prepare":
-            late = min(took, self._wall_clock.now_s() - exchange.json()["deadline_ts"])
+            late = min(took, trio.current_time() - exchange.until[1])
             if late > PROMPT_S:
                 self.fail("I29", f"{exchange.target} answered prepare {late:.2f} s late")
 
@@ -241,10 +278,6 @@ class Oracles:
         for exchange in self._open_control.values():
             if exchange.target.alive and trio.current_time() - exchange.delivered_at > 1.0:
                 self.fail("I29", f"never answered: {exchange}")
-
-    def _control_delivered(self, exchange: Exchange, seen: Seen) -> None:
-        if exchange.operation == "resume":
-            seen.resuming.add(exchange.json()["checkpoint_id"])
 
     def _control_replied(self, exchange: Exchange, seen: Seen) -> None:
         request: Any = exchange.json()
@@ -258,6 +291,8 @@ class Oracles:
                 seen.hold.prepared = True
         elif operation == "commit":
             seen.committed.add(request["checkpoint_id"])
+            if exchange.target.name == "policy":
+                self.lineage.committed(request["checkpoint_id"])
             if request["checkpoint_id"] in seen.failed:
                 self.fail("HARD-12", f"{exchange.target}: a commit that failed has succeeded")
         elif operation == "restore":
@@ -268,9 +303,11 @@ class Oracles:
                 seen.hold = None
             if request.get("start_afresh"):
                 seen.awaiting = False
+            self._check_stopped(exchange, request["checkpoint_id"])
         elif operation == "retire":
             for episode in request["episode_ids"]:
-                self._fence(seen, episode)
+                seen.refuse(episode["rollout_id"], episode["attempt"])
+            self._check_retired(exchange, seen, request["episode_ids"])
         elif operation == "forget":
             for rollout in request["rollout_ids"]:
                 seen.fences.pop(rollout, None)
@@ -295,27 +332,64 @@ class Oracles:
                 f"{exchange.target}: {exchange.operation} of {name} accepted from another "
                 f"controller while {hold.checkpoint_id} is open",
             )
-        ahead_s = request["deadline_ts"] - self._wall_clock.now_s()
-        until = trio.current_time() + ahead_s + LEASE_GRACE_S
+        until, until_latest = (each + self._lease_grace_s for each in exchange.until)
         if hold is None:
-            seen.hold = Hold(name, nonce, until)
+            seen.hold = Hold(name, nonce, until, until_latest)
             if exchange.operation == "prepare":
                 self._history.note("closed", f"{name} {exchange.target}")
+                # It closed when it heard of it, and nobody begins anything from then on (STEP-2).
+                called_at, path = seen.last_call
+                if called_at > exchange.delivered_at:
+                    self.fail("I2", f"{exchange.target} called {path} after {name} had closed it")
         else:
             hold.until = max(hold.until, until)
+            hold.until_latest = max(hold.until_latest, until_latest)
+
+    def _check_stopped(self, exchange: Exchange, name: str) -> None:
+        """A resume was answered: nothing of the checkpoint runs or appears any more (I31)."""
+        target = exchange.target
+        seen = self._seen[target]
+        others = seen.unsure | {
+            e.json()["checkpoint_id"]
+            for e in self._open_control.values()
+            if e.target is target and e.operation in ("prepare", "restore")
+        }
+        if seen.hold is None and others <= {name}:
+            running = sorted(task for task in target.tasks() if task in JOBS)
+            if running:
+                self.fail("I31", f"{target}: {', '.join(running)} runs after {name} was resumed")
+        if self.on_resumed is not None:
+            self.on_resumed(target.name, name)
+
+    def _check_retired(self, exchange: Exchange, seen: Seen, episodes: Any) -> None:
+        """A retirement was answered: nothing of these attempts runs any more (I10)."""
+        for episode in episodes:
+            attempts = range(episode["attempt"] + 1)
+            keys = {EpisodeId(episode["rollout_id"], n).capture_key for n in attempts}
+            if seen.hold is None:
+                seen.stopped |= keys
+            if exchange.target.name == "policy":
+                for call in self._engine.live.values():
+                    if call.extension.capture_key in keys:
+                        what = f"still generates for {call.extension.capture_key}, retired"
+                        self.fail("I10", f"the backend {what}")
 
     def _restored(self, exchange: Exchange, seen: Seen, request: Any) -> None:
         if request["checkpoint_id"] in seen.ended:
             return
         seen.awaiting = False
         for episode in request["episode_ids"]:
-            self._fence(seen, episode)
+            seen.refuse(episode["rollout_id"], episode["attempt"])
+            seen.replacements[RolloutId(episode["rollout_id"])] = episode["attempt"] + 1
+        if self.on_restored is not None:
+            directory = request["checkpoint_dir"]
+            self.on_restored(exchange.target.name, directory, exchange.delivered_at)
         self._history.note("restored", exchange.target)
 
-    @staticmethod
-    def _fence(seen: Seen, episode: Any) -> None:
-        rollout, attempt = episode["rollout_id"], episode["attempt"]
-        seen.fences[rollout] = max(attempt, seen.fences.get(rollout, -1))
+    on_resumed: Callable[[str, str], None] | None = None
+    """Told which server was resumed from which checkpoint."""
+    on_restored: Callable[[str, str, float], None] | None = None
+    """Told which server was restored from which directory, and when it was asked to."""
 
     # -- publications -------------------------------------------------------------------------
 
@@ -327,78 +401,31 @@ class Oracles:
             if server not in live or name not in live[server].committed:
                 # It died since, which nobody can know; its part is durable.
                 continue
-            hold = self._hold(live[server])
+            hold = self._possible_hold(live[server])
             if hold is None or (hold.checkpoint_id, hold.nonce) != (name, nonce):
                 self.fail("HARD-2", f"{name} was published while {server} did not hold it")
         keys = {episode_id.capture_key for episode_id in publication.scope}
-        env = publication.commits["env"]
         for server, commit in publication.commits.items():
             if not keys.issuperset(commit.episode_ids):
                 self.fail("I19", f"{name}: {server} exported what is not in the scope")
-        in_flight = self._replies_in_flight()
-        for key in sorted(keys):
-            began = key in self._restored_keys or ("tools" in live and key in live["tools"].seeded)
-            if began and key not in env.episode_ids:
-                if key in in_flight:
-                    self._history.sometimes["a reply in flight at prepare"] += 1
-                else:
-                    self.fail("I1", f"{name}: {key} neither replied nor exported")
-        self._not_again(publication)
+        seeded = live["tools"].seeded if "tools" in live else set()
+        unheard = set() if self._acks or self._unheard is None else self._unheard()
+        self.progress.published(publication, seeded, unheard)
 
-    def _replies_in_flight(self) -> set[str]:
-        """Episodes whose `/run` was answered and whose controller has not heard of it (HARD-9)."""
-        return self._history_in_flight() if self._history_in_flight is not None else set()
+    _unheard: Callable[[], set[str]] | None = None
 
-    _history_in_flight: Callable[[], set[str]] | None = None
-
-    def watch_replies(self, in_flight: Callable[[], set[str]]) -> None:
-        self._history_in_flight = in_flight
-
-    def _not_again(self, publication: Any) -> None:
-        """Note what a restore of this checkpoint must not repeat (I5)."""
-        whole = set(publication.commits["env"].episode_ids)
-        whole &= set(publication.commits["agent"].episode_ids)
-        noted = self._of_checkpoint.setdefault(publication.checkpoint_id, {})
-        for episode_id in publication.scope:
-            key = episode_id.capture_key
-            if key in whole:
-                heard = self._answered_to_agent.get(key, set())
-                done = heard | self._done_before.get(key, set())
-                begun = key in self._activated or key in self._seeded_before
-                noted[episode_id.rollout_id] = (episode_id.next_attempt().capture_key, done, begun)
-
-    def start_over(self, publication: Any, keys: Set[str]) -> None:
-        """These episodes are in the checkpoint without a boundary: all of it may be done again."""
-        noted = self._of_checkpoint.get(publication.checkpoint_id, {})
-        for episode_id in publication.scope:
-            if episode_id.capture_key in keys and episode_id.rollout_id in noted:
-                noted[episode_id.rollout_id] = (
-                    episode_id.next_attempt().capture_key,
-                    set(),
-                    False,
-                )
+    def watch_replies(self, unheard: Callable[[], set[str]]) -> None:
+        """Who was answered and does not know it. Of controllers that acknowledge no answer is lost
+        so; that of others is gone when it was handed over (HARD-9)."""
+        self._unheard = unheard
 
     def restored(self, publication: Any) -> None:
         """The controller has restored this checkpoint: attempts after it begin anew."""
-        rollouts = {episode_id.rollout_id for episode_id in publication.scope}
-        for known in (self._answered_to_agent, self._done_before):
-            for key in [k for k in known if parse_capture_key(k).rollout_id in rollouts]:
-                del known[key]
-        for keys in (self._activated, self._seeded_before):
-            keys -= {k for k in keys if parse_capture_key(k).rollout_id in rollouts}
-        self._restored_keys = {
-            episode_id.next_attempt().capture_key
-            for episode_id in publication.scope
-            if episode_id.capture_key in publication.commits["env"].episode_ids
-        }
+        self.progress.restored(publication)
         self.lineage.restored(publication)
-        for key, done, begun in self._of_checkpoint[publication.checkpoint_id].values():
-            self._done_before[key] = set(done)
-            if begun:
-                self._seeded_before.add(key)
 
     def started_afresh(self) -> None:
-        self._restored_keys.clear()
+        self.progress.fresh()
         self.lineage.fresh()
 
     # -- the end ------------------------------------------------------------------------------
@@ -429,8 +456,8 @@ class Oracles:
         if status.phase != "idle" or status.awaiting_restore:
             self.fail("I30", f"{server} is {status.phase} a lease after everybody left")
         left = {name: count for name, count in status.report.counts.items() if count}
-        if self.lossy:
-            # A call that closes a session may have been lost; what it left has its own expiry.
+        if self.leaves_sessions:
+            # What a lost close has left has its own expiry.
             left = {name: n for name, n in left.items() if name not in ("sessions", "ended")}
         if left:
             self.fail("I34", f"{server} still has {left}")

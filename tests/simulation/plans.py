@@ -12,7 +12,7 @@ from typing import Final
 import attrs
 
 from tests.simulation.disk import DiskFault
-from tests.simulation.network import NetworkFaults
+from tests.simulation.network import Mishap, NetworkFaults
 
 TRIGGERS: Final = (
     "start",
@@ -28,11 +28,38 @@ LATER_TRIGGERS: Final = (
     "restored",
     "restored",
     "restored all",
+    "restored all",
+    "restored all",
     "checkpoint begun",
     "closed",
     "all prepared",
 )
+OPERATIONS: Final = ("prepare", "commit", "renew", "resume", "restore", "retire", "status")
+MISHAPS: Final = ("request lost", "reply lost", "slow request", "slow reply", "twice")
 CRASHES: Final = ("all", "all", "power", "trainer", "env", "policy", "agent", "tools")
+
+
+PAUSED: Final = (
+    "stop trainer",
+    "stop trainer",
+    "stop env",
+    "stop policy",
+    "stop agent",
+    "stop tools",
+)
+PAUSES_S: Final = (0.3, 3.0, 20.0)
+"""Shorter than a timeout, than a lease, and longer than either."""
+JUMPS_S: Final = (20, -20, 300_000, -300_000)
+"""As a time service sets a clock; and further than a deadline may be ahead."""
+CUTS: Final = (
+    "env>agent",
+    "env>tools",
+    "agent>policy",
+    "agent>tools",
+    "policy>engine",
+    "trainer>env",
+)
+OTHERS: Final = ("second controller", "second controller", "eager controller", "stale client")
 
 
 @attrs.frozen(kw_only=True)
@@ -41,10 +68,16 @@ class Fault:
 
     what: str
     """`all`, `power`, `trainer`, the name of a server: killed, and started again by the supervisor;
-    `second controller`, `stale client`: one appears; `stop trainer`: it stands still for 20 s."""
+    `stop <process>`: nothing leaves it or reaches it for a while;
+    `clock <seconds>`: the wall clock of all is set forward or back;
+    `checkpoint`: the training program takes one;
+    `cut <caller>><server>`: connections with a call under way are lost;
+    `second controller`, `eager controller`, `stale client`, `twin <server>`: one appears."""
     after: str
     """The event that arms it; `start`: the first step."""
     steps: int
+    for_s: float = 20.0
+    """How long a stop lasts."""
 
 
 @attrs.frozen(kw_only=True)
@@ -57,6 +90,18 @@ class Plan:
     network: NetworkFaults = attrs.field(factory=NetworkFaults)
     disk: DiskFault | None = None
     slow_disk_s: float = 0.0
+    lease_grace_s: float = 8.0
+    acks: bool = False
+    """The training program acknowledges results (HARD-9)."""
+    left_out: tuple[tuple[int, int], ...] = ()
+    """Number of a checkpoint, from 1, and of a rollout that is not in its scope."""
+    repeats_runs: bool = False
+    """A `/run` whose connection was lost is sent again for the same attempt."""
+
+    @property
+    def undisturbed(self) -> bool:
+        """Nobody is killed and no file operation fails."""
+        return not self.faults and self.disk is None
 
 
 def random_plan(seed: int) -> Plan:
@@ -66,35 +111,68 @@ def random_plan(seed: int) -> Plan:
     for _ in range(rng.choice((0, 1, 1, 1, 2, 2, 3))):
         later = bool(faults) and rng.random() < 0.6
         after = rng.choice(LATER_TRIGGERS if later else TRIGGERS)
-        what = rng.choice(CRASHES)
-        if rng.random() < 0.25:
-            what = rng.choice(("second controller", "stale client", "stop trainer"))
         steps = rng.randint(1, 4000 if after == "start" else rng.choice((40, 400)))
-        faults.append(Fault(what=what, after=after, steps=steps))
-    network = NetworkFaults()
-    if rng.random() < 0.4:
-        network = NetworkFaults(
-            lost_request=0.03,
-            lost_reply=0.03,
-            duplicate=0.15,
-            slow=rng.choice((0.0, 0.02)),
-            data=rng.random() < 0.3,
-        )
-    disk = None
-    if rng.random() < 0.25:
-        disk = DiskFault(
-            at_operation=rng.randint(20, 160),
-            error=rng.choice(("EIO", "ENOSPC", "POWER")),
-            operations=rng.choice((1, 1, 5)),
-        )
+        faults.append(Fault(what=_what(rng), after=after, steps=steps, for_s=rng.choice(PAUSES_S)))
+    checkpoints = rng.choice((1, 1, 2, 3))
     return Plan(
         seed=seed,
         rollouts=rng.randint(1, 4),
-        checkpoint_at_s=tuple(
-            sorted(round(rng.uniform(0.1, 3.0), 2) for _ in range(rng.randint(1, 3)))
-        ),
+        checkpoint_at_s=tuple(sorted(round(rng.uniform(0.1, 3.0), 2) for _ in range(checkpoints))),
         faults=tuple(faults),
-        network=network,
-        disk=disk,
-        slow_disk_s=rng.choice((0.0, 0.0, 0.0, 0.2, 1.0)),
+        network=_network(rng),
+        disk=_disk(rng) if rng.random() < 0.3 else None,
+        slow_disk_s=rng.choice((0.0, 0.0, 0.0, 0.0, 0.2, 1.0, 1.0, 4.0)),
+        lease_grace_s=rng.choice((8.0, 8.0, 8.0, 0.5)),
+        acks=rng.random() < 0.5,
+        left_out=((2, 0),) if rng.random() < 0.1 else (),
+    )
+
+
+def _what(rng: random.Random) -> str:
+    kind = rng.random()
+    if kind < 0.6:
+        return rng.choice(CRASHES)
+    if kind < 0.75:
+        return rng.choice(OTHERS)
+    if kind < 0.87:
+        return rng.choice(PAUSED)
+    if kind < 0.93:
+        return f"clock {rng.choice(JUMPS_S)}"
+    return f"cut {rng.choice(CUTS)}"
+
+
+def _network(rng: random.Random) -> NetworkFaults:
+    mishaps: tuple[Mishap, ...] = ()
+    if rng.random() < 0.3:
+        mishaps = (
+            Mishap(
+                path=rng.choice(OPERATIONS),
+                what=rng.choice(MISHAPS),
+                first=rng.randint(1, 3),
+                count=rng.choice((1, 1, 2)),
+                for_s=rng.choice((0.0, 0.01, 2.0)),
+            ),
+        )
+    if rng.random() < 0.1:
+        mishaps = (Mishap(path="/run", what="slow reply", first=rng.randint(1, 3), for_s=3.0),)
+    if rng.random() < 0.6:
+        return NetworkFaults(mishaps=mishaps)
+    return NetworkFaults(
+        lost_request=0.03,
+        lost_reply=0.03,
+        duplicate=0.15,
+        slow=rng.choice((0.0, 0.02)),
+        data=rng.random() < 0.3,
+        slow_reader=rng.choice((0.0, 0.2)),
+        echo=rng.choice(((), ("retire",), ("retire", "prepare", "resume"))),
+        mishaps=mishaps,
+    )
+
+
+def _disk(rng: random.Random) -> DiskFault:
+    return DiskFault(
+        at_operation=rng.choice((rng.randint(1, 20), rng.randint(20, 160))),
+        after=rng.choice(("start", "start", "all prepared", "restoring")),
+        error=rng.choice(("EIO", "ENOSPC", "POWER", "ROT")),
+        operations=rng.choice((1, 1, 5)),
     )

@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
 import trio
 
 from tests.helpers.page_cache import PowerLost
+
+CURRENT: Final[contextvars.ContextVar[Process | None]] = contextvars.ContextVar(
+    "simulated process", default=None
+)
+"""Whose request a task serves."""
 
 
 class ProcessDied(PowerLost):
@@ -92,6 +97,10 @@ class Process:
             self._die()
             self.ended.set()
 
+    def tasks(self) -> list[str]:
+        """Names of what runs in it."""
+        return [] if self._nursery is None else [task.name for task in _tasks(self._nursery)]
+
     def kill(self) -> None:
         """kill -9; takes effect at once."""
         self._die()
@@ -133,7 +142,7 @@ def _wake(task: Any) -> None:
 
 
 class Processes:
-    """All of a run: one live incarnation of each name at most (HARD-10 is the supervisor's duty)."""
+    """All of a run: one live incarnation of each name, twins apart (HARD-10)."""
 
     def __init__(self, nursery: trio.Nursery) -> None:
         self._nursery = nursery
@@ -152,6 +161,17 @@ class Processes:
         self._latest[name] = process
         await self._nursery.start(process.live, main, name=str(process))
         return process
+
+    async def start_twin(
+        self, name: str, main: Callable[[Process], Awaitable[object]]
+    ) -> Process | None:
+        """Start a second incarnation beside the live one; None: there is none."""
+        live = self.get(name)
+        if live is None:
+            return None
+        twin = Process(name, live.incarnation + 1000)
+        await self._nursery.start(twin.live, main, name=str(twin))
+        return twin
 
     def all(self) -> list[Process]:
         """The latest incarnation of each, in order of their first start."""

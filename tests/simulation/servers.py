@@ -16,7 +16,8 @@ from gymtrio.serving.app import ServerApp, open_asgi
 from gymtrio.serving.deployment import Bind, Deployment, parse_deployment
 from gymtrio.serving.host import HostPorts, Service, ServiceHost
 from gymtrio.serving.inprocess import open_network
-from gymtrio.serving.model_server import HttpBackend, ModelSettings, policy_routes
+from gymtrio.serving.model_server import HttpBackend, ModelSettings
+from gymtrio.serving.policy_routes import policy_routes
 from gymtrio.wire.control import Kind
 from servers.agent.simple_agent import app as simple_agent
 from servers.environment.single_agent_turn import app as single_agent_turn
@@ -27,11 +28,10 @@ from tests.simulation.processes import Process
 from tests.simulation.tokens import TokenPort, TokenShelf
 
 CONTROL_TOKEN: Final = "0123456789abcdef-simulated"
-LEASE_GRACE_S: Final = 8.0
 PARTICIPANTS: Final = ("env", "policy", "agent", "tools")
 
 
-def make_deployment(*, recover: bool) -> Deployment:
+def make_deployment(*, recover: bool, lease_grace_s: float = 8.0) -> Deployment:
     """Where servers find each other: hosts are process names."""
     servers: dict[str, dict[str, Any]] = {
         "env": {
@@ -60,7 +60,7 @@ def make_deployment(*, recover: bool) -> Deployment:
                 "enabled": True,
                 "control_auth_token": CONTROL_TOKEN,
                 "root": ROOT,
-                "lease_grace_seconds": LEASE_GRACE_S,
+                "lease_grace_seconds": lease_grace_s,
                 "recover": recover,
             },
         }
@@ -106,6 +106,7 @@ class Surroundings:
     """What all processes of a run share."""
 
     seed: int
+    lease_grace_s: float
     wall_clock: WallClock
     network: SimulatedNetwork
     machine: Machine
@@ -129,11 +130,10 @@ async def serve(
         transport=around.network.port(process),
         disk=DiskPort(around.machine, process),
     )
+    deployment = make_deployment(recover=recover, lease_grace_s=around.lease_grace_s)
     async with (
         open_network() as network,
-        open_asgi(
-            app, deployment=make_deployment(recover=recover), name=process.name, ports=ports
-        ) as asgi,
+        open_asgi(app, deployment=deployment, name=process.name, ports=ports) as asgi,
     ):
         with network.serving(process.name, around.network.tapped(process, asgi)):
             around.network.listen(process, network)

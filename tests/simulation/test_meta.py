@@ -14,8 +14,8 @@ from tests.simulation.processes import Process, ProcessDied
 from tests.simulation.scheduler import Steps, run_seeded
 from tests.simulation.world import run
 
-SEEDS = (3, 29, 48)
-"""With crashes, lost and doubled calls, a second controller."""
+SEEDS = (19, 52, 58)
+"""With crashes, stops, lost, slow and doubled calls, other controllers, disks that fail."""
 
 
 def traces_of_a_fresh_process(hash_seed: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Plans by seed: crashes, lost and doubled calls, other controllers, disks that fail.
+"""Plans by seed: crashes, stops, lost and doubled calls, other controllers, clocks and disks that fail.
 
 A bounded number by default; `GYMTRIO_SIM_SEEDS=2000 pytest tests/simulation/test_random_plans.py` runs
 as many, `GYMTRIO_SIM_FROM=50000` begins elsewhere. A seed that fails prints its plan: paste it into a
@@ -16,17 +16,21 @@ import pytest
 from tests.simulation.plans import random_plan
 from tests.simulation.world import run
 
-SEEDS: Final = int(os.environ.get("GYMTRIO_SIM_SEEDS") or 160)
+SEEDS: Final = int(os.environ.get("GYMTRIO_SIM_SEEDS") or 48)
 FROM: Final = int(os.environ.get("GYMTRIO_SIM_FROM") or 0)
-BLOCK: Final = 20
-ENOUGH_FOR_RARE: Final = 160
+BLOCK: Final = 12
+ENOUGH_FOR_RARE: Final = 400
 RARE: Final = (
     "a lease expired",
     "a second controller held",
     "a second controller was refused",
+    "an eager controller held",
     "a stale request",
     "a crash before the restore was over",
     "a cut was continued",
+    "a server could not start",
+    "a server was replaced",
+    "an older checkpoint was gone back to",
     "published",
     "fault: all",
     "fault: power",
@@ -35,15 +39,19 @@ RARE: Final = (
     "fault: policy",
     "fault: agent",
     "fault: tools",
+    "fault: stop",
+    "fault: clock",
+    "fault: cut",
 )
-"""What must have happened in a set of runs for it to prove anything about it."""
+"""What must have happened in a set of runs for it to prove anything about it. What is rarer still has
+plans of its own, which assert it: see `test_mutants`."""
 
 seen: Final[Counter[str]] = Counter()
 
 
 @pytest.mark.parametrize("first", range(FROM, FROM + SEEDS, BLOCK))
 def test_no_plan_breaks_an_invariant(first: int) -> None:
-    """E2E-4: I1 to I5, I7 to I14, I16, I17, I19 to I22, I25, I26, I29, I30, I34; HARD-2, 3, 12."""
+    """E2E-4: I1 to I14, I16, I17, I19 to I23, I25, I26, I28 to I31, I34; HARD-2, 6, 12."""
     failures = []
     for seed in range(first, min(first + BLOCK, FROM + SEEDS)):
         plan = random_plan(seed)

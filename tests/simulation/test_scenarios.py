@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.simulation.plans import Fault, Plan
+from tests.simulation.network import Mishap, NetworkFaults
+from tests.simulation.plans import OPERATIONS, Fault, Plan
 from tests.simulation.world import Outcome, run
 
 QUIET = Plan(seed=1, rollouts=4, checkpoint_at_s=())
@@ -85,3 +86,64 @@ def test_one_process_dies_alone_while_a_checkpoint_is_open(server: str) -> None:
     for after in ("closed", "all prepared", "all committed"):
         crash = Fault(what=server, after=after, steps=10)
         whole(Plan(seed=1, rollouts=3, checkpoint_at_s=(0.9,), faults=(crash,)))
+
+
+@pytest.mark.parametrize("server", ["env", "policy", "agent", "tools"])
+def test_one_server_stands_still_while_a_checkpoint_is_open(server: str) -> None:
+    """I29, I30: for longer than a call may take, or than its lease lasts; then it goes on."""
+    for after, for_s in (("closed", 3.0), ("all prepared", 20.0)):
+        stop = Fault(what=f"stop {server}", after=after, steps=10, for_s=for_s)
+        whole(Plan(seed=1, rollouts=3, checkpoint_at_s=(0.9,), faults=(stop,)))
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_control_calls_are_lost_and_come_twice(operation: str) -> None:
+    """COORD-6, CTL-6, HARD-8: the first request to each server, the reply to the second, and the third
+    comes again after it was answered. All that it costs is time."""
+    mishaps = (
+        Mishap(path=operation, what="request lost"),
+        Mishap(path=operation, what="reply lost", first=2),
+        Mishap(path=operation, what="twice", first=3, for_s=0.3),
+    )
+    faults = (
+        Fault(what="cut trainer>env", after="all prepared", steps=1),
+        Fault(what="all", after="published", steps=30),
+    )
+    outcome = whole(
+        Plan(
+            seed=1,
+            rollouts=3,
+            checkpoint_at_s=(0.5, 0.9),
+            faults=faults,
+            network=NetworkFaults(mishaps=mishaps),
+        )
+    )
+    assert any(event.startswith("published") for event in events(outcome))
+
+
+@pytest.mark.parametrize(
+    ("target", "path"),
+    [
+        ("env", "/run"),
+        ("tools", "/seed_session"),
+        ("agent", "/v1/agent_sessions"),
+        ("agent", "/v1/responses"),
+        ("policy", "/v1/responses"),
+        ("tools", "/increment_counter"),
+        ("agent", "/v1/agent_sessions/close"),
+        ("tools", "/verify"),
+    ],
+)
+def test_the_reply_to_a_call_of_an_episode_is_lost(target: str, path: str) -> None:
+    """I4, I7: at whichever step, with checkpoints and a crash around it."""
+    lost = Mishap(path=path, target=target, what="reply lost", first=2, count=2)
+    crash = Fault(what="all", after="published", steps=30)
+    whole(
+        Plan(
+            seed=1,
+            rollouts=3,
+            checkpoint_at_s=(0.5, 0.9, 1.3, 1.7),
+            faults=(crash,),
+            network=NetworkFaults(mishaps=(lost,)),
+        )
+    )

@@ -6,16 +6,18 @@ import gc
 import logging
 import random
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import attrs
 import trio
 
+from gymtrio.checkpoint import control
 from gymtrio.checkpoint.coordination import open_coordination
-from gymtrio.checkpoint.members import CoordinationError
-from gymtrio.errors import GymtrioError, HostError, SettingsError, TransportError
-from gymtrio.ids import CheckpointId, RolloutId, parse_capture_key
-from gymtrio.serving.client import Lane, ServerClient, peer_of_url
+from gymtrio.errors import HostError, SettingsError
+from gymtrio.ids import RolloutId
+from gymtrio.serving.client import ServerClient
 from gymtrio.serving.controlchannel import HttpControlChannel
 from gymtrio.serving.deployment import DeploymentDirectory
 from gymtrio.settings import Secret
@@ -24,14 +26,14 @@ from tests.simulation.checkpoints import Checkpoints
 from tests.simulation.disk import Machine
 from tests.simulation.engine import Engine, engine_app
 from tests.simulation.history import History
-from tests.simulation.network import Exchange, SimulatedNetwork
+from tests.simulation.network import SimulatedNetwork
 from tests.simulation.oracles import Oracles
+from tests.simulation.others import Others
 from tests.simulation.plans import Fault, Plan
 from tests.simulation.processes import Process, Processes
 from tests.simulation.scheduler import Steps, run_seeded
 from tests.simulation.servers import (
     CONTROL_TOKEN,
-    LEASE_GRACE_S,
     PARTICIPANTS,
     Surroundings,
     app_of,
@@ -52,8 +54,7 @@ BUDGET_S: Final = 900.0
 TRAINING: Final = "trainer"
 RESTARTS_MAX: Final = 30
 """More than any plan has faults."""
-STOPPED_S: Final = 20.0
-"""Longer than any lease here."""
+TWIN_ENDS_S: Final = 5.0
 
 
 @attrs.frozen
@@ -96,6 +97,8 @@ class World:
         self._something_to_do = trio.Event()
         self._finished = trio.Event()
         self._recovering = False
+        self._dead_before = 0
+        """Calls with lower numbers belong to executions that ended in a crash of everything."""
         self._restarts = 0
         self.trainer: Trainer | None = None
         self.virtual_s = 0.0
@@ -104,8 +107,7 @@ class World:
 
     async def run(self) -> None:
         clock = FollowingClock()
-        self.oracles = Oracles(self.history, self.engine, clock, lossy=self.plan.network.data)
-        self.oracles.keeps_lineage = self.keeps_lineage
+        self.oracles = Oracles(self.history, self.engine, clock, self.plan)
         self.history.listen(self._observe)
         self._steps.hook = self._before_step
         # Without it a server that everything waits for would show as a hang of the test.
@@ -154,12 +156,23 @@ class World:
         self.oracles.disk_wait_s = max(machine.waits_s)
         self.around = Surroundings(
             seed=seed,
+            lease_grace_s=self.plan.lease_grace_s,
             wall_clock=clock,
             network=network,
             machine=machine,
             shelf=TokenShelf(random.Random(f"tokens {seed}")),
         )
         self.checkpoints = Checkpoints(machine, self.around.shelf, self.oracles)
+        machine.after_operation = self.checkpoints.operated
+        self.oracles.on_resumed = self.checkpoints.resumed
+        self.oracles.on_restored = self.checkpoints.restored
+        self._clock = clock
+        self.others = Others(
+            around=self.around,
+            journal=self.journal,
+            history=self.history,
+            is_dead=lambda exchange: exchange.number < self._dead_before,
+        )
 
     def _stuck(self) -> str:
         return "; ".join(self.history.lines[-6:])[:600]
@@ -199,8 +212,7 @@ class World:
                 self.around,
                 self.journal,
                 self.history,
-                rollouts=self.plan.rollouts,
-                checkpoint_at_s=self.plan.checkpoint_at_s,
+                self.plan,
             )
             trainer.on_publish = self._published
             trainer.on_restore = self.oracles.restored
@@ -232,6 +244,7 @@ class World:
         self._waiting = self._faults.pop(0) if self._faults else None
 
     def _observe(self, event: str) -> None:
+        self.around.machine.observe(event)
         waiting = self._waiting
         if waiting is not None and self._armed_at is None and event == waiting.after:
             self._armed_at = self._steps.count + waiting.steps
@@ -241,29 +254,44 @@ class World:
             self.oracles.started_afresh()
 
     _waiting: Fault | None = None
-    keeps_lineage = False
 
     def _before_step(self, number: int) -> None:
         """Between two task steps: any await point of any task."""
         if self._armed_at is None or number < self._armed_at:
             return
         assert self._waiting is not None
-        what = self._waiting.what
+        fault = self._waiting
+        what = fault.what
         self._next_fault()
         if self._finished.is_set():
             return
         self.history.note("fault", what)
-        self.history.sometimes[f"fault: {what}"] += 1
+        self.history.sometimes[f"fault: {what.partition(' ')[0]}"] += 1
         if what in ("all", "power"):
             self._crash_all(power=what == "power")
         elif what in (*PARTICIPANTS, TRAINING):
             self._crash(what)
-        elif what == "stop trainer":
-            trainer = self.processes.get(TRAINING)
-            if trainer is not None:
-                trainer.stopped_until = trio.current_time() + STOPPED_S
         else:
-            self._ask(what)
+            self._disturb(fault)
+
+    def _disturb(self, fault: Fault) -> None:
+        what, _, which = fault.what.partition(" ")
+        if what == "stop":
+            process = self.processes.get(which)
+            if process is not None:
+                process.stopped_until = trio.current_time() + fault.for_s
+        elif what == "checkpoint":
+            if self.trainer is not None and self.processes.get(TRAINING) is not None:
+                self.trainer.checkpoint_now()
+        elif what == "clock":
+            self.oracles.clock_jumped()
+            self._clock.jump(float(which))
+            self.oracles.clock_jumped()
+        elif what == "cut":
+            source, _, target = which.partition(">")
+            self.around.network.cut(source, target)
+        else:
+            self._ask(fault.what)
 
     def _ask(self, what: str) -> None:
         self._todo.append(what)
@@ -281,9 +309,10 @@ class World:
             self._finished.set()
         if self._recovering:
             self.history.sometimes["a crash before the restore was over"] += 1
-        elif self.oracles.lineage.restored_cuts:
-            self.history.sometimes["a crash while a restored cut was not delivered"] += 1
+        elif self.oracles.lineage.unclaimed():
+            self.history.sometimes["a crash while a restored cut was unclaimed"] += 1
         self._recovering = True
+        self._dead_before = len(self.around.network.exchanges)
         for name in (TRAINING, "trainer2", *PARTICIPANTS):
             self.processes.kill(name)
         self.history.note("killed", "all")
@@ -319,68 +348,32 @@ class World:
             elif what in PARTICIPANTS and self.processes.get(what) is None:
                 await self._start_server(what, recover=self._recovering)
             elif what == "second controller":
-                await self.processes.start("trainer2", self._second_controller)
+                await self.processes.start("trainer2", self.others.second_controller)
+            elif what == "eager controller":
+                await self.processes.start("trainer2", self.others.eager_controller)
             elif what == "stale client":
-                await self.processes.start("stale", self._stale_client)
+                await self.processes.start("stale", self.others.stale_client)
+            elif what.startswith("twin "):
+                await self._start_twin(what.removeprefix("twin "))
 
-    # -- others that disturb ------------------------------------------------------------------
+    async def _start_twin(self, name: str) -> None:
+        """A second incarnation beside the live one: it must see that, and end (HARD-10)."""
 
-    async def _second_controller(self, process: Process) -> None:
-        """One that believes the job is its own: the same ids, the same directories."""
-        deployment = make_deployment(recover=False)
-        client = ServerClient(
-            DeploymentDirectory(deployment), self.around.network.port(process), deployment.client
-        )
-        rng = random.Random(f"second {self.plan.seed} {process}")
-        channel = HttpControlChannel(client, Secret(CONTROL_TOKEN))
-        for turn in range(3):
-            name = f"c{max(1, self.journal.checkpoints_begun - rng.randrange(2))}"
-            if rng.random() < 0.3:
-                name = f"other-{turn}"
+        async def main(process: Process) -> None:
             try:
-                async with open_coordination(
-                    list(PARTICIPANTS),
-                    channel,
-                    wall_clock=self.around.wall_clock,
-                    randomness=self.around.randomness(process),
-                ) as controller:
-                    async with controller.checkpoint(
-                        CheckpointId(name), name, timeout_s=CHECKPOINT_TIMEOUT_S
-                    ):
-                        self.history.sometimes["a second controller held"] += 1
-            except (CoordinationError, GymtrioError) as error:
-                self.history.note("second controller", error)
-                self.history.sometimes["a second controller was refused"] += 1
-            await trio.sleep(rng.randrange(8) * 0.05)
+                await serve(process, app_of(process, self.around), self.around, recover=False)
+            except* HostError:
+                self.history.sometimes["a twin was refused"] += 1
 
-    async def _stale_client(self, process: Process) -> None:
-        """One that outlived a crash and sends again what superseded attempts had sent."""
-        rng = random.Random(f"stale {self.plan.seed} {process}")
-        port = self.around.network.port(process)
-        for _ in range(10):
-            await trio.sleep(rng.randrange(12) * 0.05)
-            old = [e for e in self.around.network.exchanges if self._is_superseded(e)]
-            if not old:
-                continue
-            again = rng.choice(old[-40:])
-            self.history.sometimes["a stale request"] += 1
-            try:
-                with trio.move_on_after(3):
-                    origin = peer_of_url(f"http://{again.target.name}").origin
-                    async with port.exchange(origin, again.outgoing, Lane.DATA):
-                        pass
-            except TransportError:
-                pass
+        twin = await self.processes.start_twin(name, main)
+        if twin is not None:
+            with trio.move_on_after(TWIN_ENDS_S):
+                await twin.ended.wait()
+            if not twin.ended.is_set():
+                self.oracles.fail("HARD-10", f"{twin} runs beside another {name}")
+                await twin.bury()
 
-    def _is_superseded(self, exchange: Exchange) -> bool:
-        if exchange.key is None or exchange.operation is not None or exchange.duplicate:
-            return False
-        if exchange.target.name not in PARTICIPANTS:
-            return False
-        episode_id = parse_capture_key(exchange.key)
-        current = self.journal.attempts.get(episode_id.rollout_id, 0)
-        # While everything is down or waits to be restored, all that ever ran is of the past.
-        return episode_id.attempt < current or self._recovering
+    # -- the end ------------------------------------------------------------------------------
 
     def _replies_in_flight(self) -> set[str]:
         """Episodes whose `/run` was answered, to somebody who has not heard of it."""
@@ -390,13 +383,11 @@ class World:
             if e.path == "/run" and e.replied_at is not None and not e.received
         }
 
-    # -- the end ------------------------------------------------------------------------------
-
     async def _audit(self) -> None:
         """Wait until every lease is over, and ask the servers what is left."""
         for name in ("trainer2", "stale"):
             self.processes.kill(name)
-        await trio.sleep(LEASE_GRACE_S + CHECKPOINT_TIMEOUT_S + 35.0)
+        await trio.sleep(self.plan.lease_grace_s + CHECKPOINT_TIMEOUT_S + 35.0)
 
         async def main(process: Process) -> None:
             deployment = make_deployment(recover=False)
@@ -428,20 +419,16 @@ class World:
                 continue
             self.oracles.result(rollout, result, task_of(rollout))
         self.oracles.tokens(self.around.shelf.records)
-        self.checkpoints.at_end(undisturbed=not self.plan.faults and self.plan.disk is None)
+        self.checkpoints.at_end(undisturbed=self.plan.undisturbed)
 
 
-def run(plan: Plan, *, world: type[World] = World, to_first_violation: bool = False) -> Outcome:
+def run(plan: Plan, *, to_first_violation: bool = False) -> Outcome:
     """Run a plan."""
     gc.collect()
     steps = Steps()
-    made = world(plan, steps, to_first_violation=to_first_violation)
-    level = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
+    made = World(plan, steps, to_first_violation=to_first_violation)
+    with _listening(lambda text: made.oracles.logged(text)):
         run_seeded(plan.seed, made.run, steps)
-    finally:
-        logging.disable(level)
     return Outcome(
         violations=made.oracles.violations,
         steps=steps.count,
@@ -452,3 +439,33 @@ def run(plan: Plan, *, world: type[World] = World, to_first_violation: bool = Fa
         virtual_s=made.virtual_s,
         results=made.journal.results,
     )
+
+
+class _Handler(logging.Handler):
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._tell(record.getMessage())
+
+
+@contextmanager
+def _listening(tell: Callable[[str], None]) -> Iterator[None]:
+    """Hear what owners of participants log, and keep all other logs silent."""
+    heard = logging.getLogger(control.__name__)
+    silent = [heard, logging.getLogger(), *map(logging.getLogger, logging.root.manager.loggerDict)]
+    levels = [(logger, logger.level, logger.propagate) for logger in silent]
+    handler = _Handler(tell)
+    for logger, _, _ in levels:
+        logger.setLevel(logging.CRITICAL + 1)
+    heard.setLevel(logging.INFO)
+    heard.propagate = False
+    heard.addHandler(handler)
+    try:
+        yield
+    finally:
+        heard.removeHandler(handler)
+        for logger, level, propagate in levels:
+            logger.setLevel(level)
+            logger.propagate = propagate

@@ -16,9 +16,11 @@ import pytest
 from gymtrio.ids import CheckpointId
 from gymtrio.storage import opaque
 from gymtrio.storage.disk import ThreadDisk
+from gymtrio.storage.publication import Publication
 from gymtrio.storage.reader import read_checkpoint
-from gymtrio.storage.records import SCHEMA_VERSION, Identity, Record
+from gymtrio.storage.records import Identity, Record
 from gymtrio.storage.root import Place
+from gymtrio.storage.writer import publish_manifest, write_part
 from tests.helpers.checkpoints import commit, episode
 from tests.helpers.states import same
 
@@ -56,22 +58,35 @@ async def test_a_released_checkpoint_is_restored(version: str) -> None:
     assert loaded.manifest.fields == FIELDS
     states = {
         record.episode_id.rollout_id: opaque.decode(record.payload)
-        for record in loaded.records.values()
+        for record in loaded.every_record()
     }
     assert same(states, STATES)
 
 
-async def test_the_writer_makes_the_current_version_byte_for_byte(tmp_path: Path) -> None:
+async def test_the_writer_makes_the_current_versions_byte_for_byte(tmp_path: Path) -> None:
     """V22: a change of format needs a new schema version, and files of it here."""
-    where = Place(str(tmp_path), (f"v{SCHEMA_VERSION}",))
-    await commit(ThreadDisk(), where, records(), identity=IDENTITY, fields=FIELDS)
+    await commit(
+        ThreadDisk(), Place(str(tmp_path), ("v1",)), records(), identity=IDENTITY, fields=FIELDS
+    )
+    await commit_in_sections(Place(str(tmp_path), ("v2",)))
+    for version in ("v1", "v2"):
+        assert files(tmp_path / version) == files(GOLDEN / version)
 
-    def files(top: Path) -> dict[str, bytes]:
-        return {
-            str(path.relative_to(top)): path.read_bytes()
-            for path in top.rglob("*")
-            if path.is_file()
-        }
 
-    current = f"v{SCHEMA_VERSION}"
-    assert files(tmp_path / current) == files(GOLDEN / current)
+def files(top: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(top)): path.read_bytes() for path in top.rglob("*") if path.is_file()
+    }
+
+
+async def commit_in_sections(where: Place) -> None:
+    """One record in a section, two in another, of which one is of the same episode."""
+    first, second, third = records()
+    parts = []
+    for section, share in {"ledger": [first, second], "cuts": [second, third]}.items():
+        part = await write_part(
+            ThreadDisk(), where, IDENTITY, share, nonce=section.rjust(32, "0"), section=section
+        )
+        assert part is not None
+        parts.append(part)
+    await publish_manifest(ThreadDisk(), where, IDENTITY, parts, FIELDS, publication=Publication())

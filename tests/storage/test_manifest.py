@@ -39,6 +39,12 @@ def example(*parts: Part, **fields: object) -> Manifest:
     return manifests.build(IDENTITY, parts or (part(),), fields or FIELDS)
 
 
+def plain(one: Part | None = None) -> dict[str, Any]:
+    """A part without a section, as a manifest has it."""
+    parts: Any = manifests.to_json(example(one or part()))["parts"]
+    return dict(parts[0])
+
+
 def rewritten(**changes: object) -> bytes:
     """A manifest with other values and a digest that fits them."""
     body = manifests.to_json(example()) | changes
@@ -47,7 +53,7 @@ def rewritten(**changes: object) -> bytes:
     return opaque.encode(body, "x", sort_keys=True) + b"\n"
 
 
-REVERSED = sorted([attrs.asdict(part(name)) for name in "ab"], key=lambda p: p["file"])[::-1]
+REVERSED = sorted([plain(part(name)) for name in "ab"], key=lambda p: p["file"])[::-1]
 
 SHORT_DIGEST = {"file": part_name("0" * 63), "sha256": "0" * 63}
 
@@ -83,20 +89,25 @@ def test_it_is_json_that_people_and_tools_can_read() -> None:
     [
         (b"", "not JSON"),
         (b"[]", "expected an object"),
-        (b"{}\n", "schema_version is null; this side reads 1"),
-        (rewritten(schema_version=2), "schema_version is 2; this side reads 1"),
+        (b"{}\n", "schema_version is null; this side reads 1 and 2"),
+        (rewritten(schema_version=3), "schema_version is 3; this side reads 1 and 2"),
+        (rewritten(schema_version=2), "schema_version 2: 0 of 1 parts have a section"),
+        (rewritten(parts=[plain() | {"section": "a"}]), "schema_version 1: 1 of 1 parts"),
+        (rewritten(parts=[plain() | {"section": None}]), "a section that is null"),
+        (rewritten(parts=[plain() | {"section": "../a"}], schema_version=2), "not a safe name"),
+        (rewritten(parts=[], record_count=0, schema_version=2), "schema_version 2: 0 of 0"),
         (rewritten(schema_version=True), "schema_version is True"),
         (rewritten(schema_version=1.0), "schema_version is 1.0"),
         (rewritten(extra=1), "unknown key"),
         (rewritten(record_count=3), "record_count: not the sum"),
         (rewritten(record_count="2"), "record_count: expected int"),
-        (rewritten(parts=[attrs.asdict(part())] * 2, record_count=4), "each once"),
+        (rewritten(parts=[plain()] * 2, record_count=4), "each once"),
         (rewritten(parts=REVERSED, record_count=4), "in order"),
-        (rewritten(parts=[attrs.asdict(part()) | {"file": "../../x"}]), "name of its digest"),
-        (rewritten(parts=[attrs.asdict(part()) | {"sha256": "0" * 64}]), "name of its digest"),
-        (rewritten(parts=[attrs.asdict(part()) | SHORT_DIGEST]), "hexadecimal"),
-        (rewritten(parts=[attrs.asdict(part()) | {"bytes": -1}]), "more than 0"),
-        (rewritten(parts=[attrs.asdict(part()) | {"record_count": 0}]), "more than 0"),
+        (rewritten(parts=[plain() | {"file": "../../x"}]), "name of its digest"),
+        (rewritten(parts=[plain() | {"sha256": "0" * 64}]), "name of its digest"),
+        (rewritten(parts=[plain() | SHORT_DIGEST]), "hexadecimal"),
+        (rewritten(parts=[plain() | {"bytes": -1}]), "more than 0"),
+        (rewritten(parts=[plain() | {"record_count": 0}]), "more than 0"),
         (rewritten(checkpoint_id="a/b"), "checkpoint_id: not a safe name"),
         (rewritten(kind=""), "kind: not a safe name"),
         (rewritten(fields=[]), "fields: expected an object"),
@@ -108,7 +119,7 @@ def test_it_is_json_that_people_and_tools_can_read() -> None:
         (b'"' + b"x" * MANIFEST_BYTES_MAX + b'"', "over 524288 bytes"),
         (b"[" * 10_000, "nested deeper"),
     ],
-    ids=range(26),
+    ids=range(31),
 )
 def test_what_was_not_written_so_is_refused(data: bytes, why: str) -> None:
     """STO-4, I23."""
@@ -141,6 +152,16 @@ def test_fields_that_are_too_large_are_refused() -> None:
         manifests.encode(example(a="x" * (fits + 1)))
 
 
+def test_parts_with_sections_make_a_manifest_of_version_2() -> None:
+    """STO-6: without them it stays the one that older readers know."""
+    assert example(part("a"), part("b")).schema_version == 1
+    manifest = example(part("a", section="ledger"), part("b", section="cuts"))
+    assert manifest.schema_version == 2
+    assert manifests.decode(manifests.encode(manifest)) == manifest
+    with pytest.raises(InvalidCheckpointState, match="1 of 2 parts have a section"):
+        example(part("a", section="ledger"), part("b"))
+
+
 def test_too_many_parts_are_refused_and_as_many_as_allowed_fit() -> None:
     parts = [part(str(n)) for n in range(PARTS_MAX + 1)]
     manifests.encode(manifests.build(IDENTITY, parts[:-1], {}))
@@ -158,6 +179,7 @@ def test_the_same_meaning_is_the_same_records_under_the_same_id() -> None:
         example(part("a", "c"), part("b", "d", bytes=99), n=math.nan),
         example(part("a", "c", record_count=1), part("b", "d", record_count=3), n=math.nan),
         example(part("a", "c"), part("b", "d"), n=1),
+        example(part("a", "c", section="s"), part("b", "d", section="s"), n=math.nan),
         attrs.evolve(one, checkpoint_id="step-8"),
         attrs.evolve(one, instance="other"),
         attrs.evolve(one, kind="agent"),

@@ -474,6 +474,35 @@ async def test_parts_of_several_workers_are_published_by_one_manifest(
     assert sorted(some.records) == ["r0", "r4"]
 
 
+async def test_an_episode_may_be_in_two_sections_and_is_read_from_both(
+    files: PageCacheFiles,
+) -> None:
+    """STO-6, I18: what one process has of it and what another has; once in each section."""
+    disk = InlineDisk(files)
+    shares = {"ledger": some_records(3), "cuts": some_records(2, payload_bytes=7)}
+    parts = []
+    for section, share in shares.items():
+        part = await write_part(
+            disk, place(), IDENTITY, share, nonce=section.rjust(32, "0"), section=section
+        )
+        assert part is not None
+        parts.append(part)
+    written = await publish_manifest(
+        disk, place(), IDENTITY, parts, FIELDS, publication=Publication()
+    )
+    assert written.episodes == ("r0", "r1-a1", "r2")
+    loaded = await load(disk, place())
+    assert loaded.manifest.schema_version == 2
+    assert loaded.sections == {name: keyed(share) for name, share in shares.items()}
+    assert [r.episode_id.capture_key for r in loaded.every_record()] == [
+        *("r0", "r0"),
+        *("r1-a1", "r1-a1"),
+        "r2",
+    ]
+    some = await load(disk, place(), scope={CaptureKey("r2")})
+    assert some.every_record() == [shares["ledger"][2]]
+
+
 async def test_an_episode_of_two_workers_is_refused_and_their_parts_removed(
     files: PageCacheFiles,
 ) -> None:

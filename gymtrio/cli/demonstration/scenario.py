@@ -168,6 +168,7 @@ class Scenario:
         rollouts: how many.
         seed: of the sampling.
         kill_at: model calls after which the checkpoint is taken; None: half of all.
+        policy_workers: processes that serve the policy model.
         restore: what is restored after the crash; a negative control leaves something out.
     """
 
@@ -176,6 +177,7 @@ class Scenario:
     seed: int
     kill_at: int | None
     watcher: Watcher
+    policy_workers: int = 2
     restore: Restore = restore_everything
 
     async def run(self) -> Outcome:
@@ -284,7 +286,12 @@ class Scenario:
         directory = self.directory / name
         if recover is None:
             (self.directory / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-            deployment = demo_deployment(directory, self.directory / CHECKPOINTS, self.seed)
+            deployment = demo_deployment(
+                directory,
+                self.directory / CHECKPOINTS,
+                seed=self.seed,
+                policy_workers=self.policy_workers,
+            )
         else:
             deployment = attrs.evolve(
                 recover, checkpoint=attrs.evolve(recover.checkpoint, recover=True)

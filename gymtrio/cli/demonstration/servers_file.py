@@ -18,13 +18,16 @@ STATE: Final = "state"
 _PREAMBLES: Final = Path(servers.agent.__path__[0]) / "data" / "preambles"
 
 
-def demo_deployment(directory: Path, checkpoints: Path, seed: int) -> Deployment:
+def demo_deployment(
+    directory: Path, checkpoints: Path, *, seed: int, policy_workers: int
+) -> Deployment:
     """Describe the servers.
 
     Args:
         directory: for their state.
         checkpoints: the root below which checkpoints are written; exists.
         seed: of the sampling; the same seed samples the same tokens in every attempt.
+        policy_workers: processes that serve the policy model.
     """
     described = {
         "checkpoint": {
@@ -54,6 +57,7 @@ def demo_deployment(directory: Path, checkpoints: Path, seed: int) -> Deployment
                     "checkpoint_policy": True,
                     "checkpoint_generation_cuts": True,
                     "token_store": TOKEN_STORE,
+                    "num_workers": policy_workers,
                 },
             },
             "agent": {

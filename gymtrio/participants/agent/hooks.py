@@ -20,6 +20,7 @@ EXPORT: Final = "export_agent_sessions"
 RESTORE: Final = "restore_agent_sessions"
 RETIRE: Final = "retire_agent_session"
 CLOSE: Final = "close_session"
+STOP: Final = "free_exported_agent_sessions"
 
 
 @attrs.frozen(kw_only=True)
@@ -49,6 +50,18 @@ class AgentHooks(Protocol):
 
     async def retire_agent_session(self, key: str) -> None:
         """Free what a session holds; succeeds for one that is not there. Again after it failed."""
+        ...
+
+
+class StopHook(Protocol):
+    """What an agent may provide besides, when its sessions hold more than memory."""
+
+    async def free_exported_agent_sessions(self, keys: Sequence[str]) -> None:
+        """The deployment ends: free what these sessions hold outside the process.
+
+        Their states, as they were exported, are durable, and are what a restore begins from: whatever
+        that needs has to stay. Called at a commit with `stop`, once.
+        """
         ...
 
 
@@ -106,6 +119,15 @@ class Hooks:
         if self._has(name):
             call: Callable[[str], Awaitable[object]] = getattr(self._agent, name)
             await _foreign(f"{name} {key}", lambda: call(key))
+
+    async def free_outside(self, keys: Sequence[str]) -> None:
+        """
+        Raises:
+            InvalidCheckpointState: the hook failed.
+        """
+        if self._has(STOP):
+            call: Callable[[Sequence[str]], Awaitable[None]] = getattr(self._agent, STOP)
+            await _foreign(STOP, lambda: call(keys))
 
 
 async def _foreign(what: str, call: Callable[[], Awaitable[T]]) -> T:

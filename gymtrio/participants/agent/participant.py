@@ -60,11 +60,18 @@ class AgentParticipant(ParticipantBase):
     # -- readiness ----------------------------------------------------------------------------
 
     def ready(self) -> bool:
-        return not (self.sessions.blocking or (self.restart_only and self.sessions.live))
+        return not self._blocking()
+
+    def _blocking(self) -> int:
+        sessions = self.sessions
+        # One that is retired is among those that cannot be exported.
+        unexportable = len(sessions.live) - sessions.retired if self.restart_only else 0
+        return sessions.blocking + unexportable
 
     def report(self) -> Report:
         sessions = self.sessions
         return report_of(
+            self._blocking(),
             self._blockers(),
             {
                 "sessions": len(sessions.live),
@@ -155,6 +162,16 @@ class AgentParticipant(ParticipantBase):
             for owner, session in [*self.sessions.by_rollout.of([episode_id.rollout_id])]:
                 if owner == episode_id and session.unclaimed:
                     await self.sessions.free(session)
+
+    async def free_outside(self, episode_ids: Sequence[CaptureKey]) -> None:
+        exported = frozenset(episode_ids)
+        keys = sorted(
+            key
+            for key, session in self.sessions.live.items()
+            if session.episode_id.capture_key in exported and not session.retired
+        )
+        if keys:
+            await self._hooks.free_outside(keys)
 
     # -- restore ------------------------------------------------------------------------------
 

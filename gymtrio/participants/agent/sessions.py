@@ -11,6 +11,7 @@ The sessions exist with checkpointing off as well; then the gate is simply never
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Final, TypeAlias
@@ -22,12 +23,14 @@ from gymtrio.episodes.by_rollout import ByRollout
 from gymtrio.episodes.episode import Episode, Episodes
 from gymtrio.episodes.signal import Signal
 from gymtrio.episodes.tickets import Tickets
-from gymtrio.errors import NotFound, SessionConflict, StaleAttempt
+from gymtrio.errors import GymtrioError, NotFound, SessionConflict, StaleAttempt
 from gymtrio.ids import EpisodeId
 from gymtrio.limits import CLEANUP_S_MAX
 from gymtrio.participants.agent.session import Activation, AgentSession, Completed
 from gymtrio.participants.deliveries import Deliveries
 from gymtrio.storage.opaque import decode
+
+LOG: Final = logging.getLogger(__name__)
 
 CLOSED_REMEMBERED_MAX: Final = 1024
 """Closed sessions whose receipt is kept: a retry after a lost reply comes within seconds."""
@@ -76,6 +79,7 @@ class AgentSessions:
         key: str,
         build: Callable[[], Awaitable[None]],
         *,
+        only: bool = False,
         epoch: str | None = None,
         refuse: bool = False,
     ) -> None:
@@ -83,6 +87,8 @@ class AgentSessions:
 
         Args:
             build: makes it in the agent; when it raises or is cancelled, nothing of it is left.
+            only: the attempt has no other session here; those that were restored for it and that
+                nobody asked for are freed, as far as that succeeds.
             epoch: here and below: the execution that the caller belongs to, if it says so.
 
         Raises:
@@ -98,6 +104,8 @@ class AgentSessions:
         if session is not None:
             self._check_owner(session, episode_id)
             session.unclaimed = False
+            if only:
+                await self._free_left_over(episode_id, key)
             return
         if (episode_id, key) in self._closed:
             raise SessionConflict(f"session {key} was closed before this seed of it came")
@@ -110,6 +118,20 @@ class AgentSessions:
             finally:
                 del self._seeding[key]
                 built.set()
+            if only:
+                await self._free_left_over(episode_id, key)
+
+    async def _free_left_over(self, episode_id: EpisodeId, key: str) -> None:
+        """Free what an earlier execution of this attempt has left; it started over since (STEP-4)."""
+        for session in self.by_rollout.up_to(episode_id):
+            if session.episode_id == episode_id and session.unclaimed and session.key != key:
+                doing = f"freeing session {session.key}"
+                with self.tickets.take(episode_id, doing), trio.move_on_after(CLEANUP_S_MAX):
+                    try:
+                        await self.free(session)
+                    except GymtrioError as error:
+                        # Still restored: in the next checkpoint, and freed with what that leaves out.
+                        LOG.warning("session %s is left over: %s", session.key, error)
 
     async def _enter(
         self, episode_id: EpisodeId, key: str, epoch: str | None, refuse: bool
@@ -183,16 +205,16 @@ class AgentSessions:
                 name=key,
                 boundary=boundary,
             )
-        except trio.Cancelled:
-            assert running.episode is not None
-            if running.episode.last_step is None:
-                session.interrupted, session.unclaimed = waiting, was_unclaimed
-            raise
         except StaleAttempt:
             # Retired: nobody waits for what it answers.
             raise
-        except Exception:
-            self.deliveries.ended(episode_id, key)
+        except BaseException as error:
+            assert running.episode is not None
+            if running.episode.last_step is None:
+                # Given back: from its input it would do again what was done before (I5, I14).
+                session.interrupted, session.unclaimed = waiting, was_unclaimed
+            if isinstance(error, Exception):
+                self.deliveries.ended(episode_id, key)
             raise
         finally:
             session.activation = None

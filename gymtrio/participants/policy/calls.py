@@ -9,14 +9,8 @@ import attrs
 
 from gymtrio.capture.cuts import CutInventory, CutReceipt, EngineDescription
 from gymtrio.capture.replies import Route
-from gymtrio.errors import InvalidRequest, NotFound, Refusal
+from gymtrio.errors import InvalidRequest, Refusal
 from gymtrio.ids import EpisodeId
-
-
-class StreamingUnsupported(Refusal):
-    """The call asks for a stream, which this server does not send yet."""
-
-    status, code = 400, "streaming_unsupported"
 
 
 @attrs.frozen(kw_only=True)
@@ -40,6 +34,8 @@ class PolicyReply:
 
     status: int
     body: dict[str, object]
+    refusal: Refusal | None = None
+    """Why there is no result; it leaves as a result does, and not while a checkpoint is open (I2)."""
     done: Callable[[bool], None]
     """Call it exactly once: True after the last byte was handed to the caller's connection, False when
     the caller left before. Until then the reply counts as leaving, which a checkpoint waits for."""
@@ -51,6 +47,8 @@ class BackendReply:
 
     status: int
     body: dict[str, object]
+    evidence: bool = True
+    """Of a native backend: the reply has its extension. False: it could not be cut, and has none."""
 
 
 class Backend(Protocol):
@@ -108,7 +106,7 @@ class Policy(Protocol):
             episode_id: on whose behalf; None: on nobody's.
 
         Raises:
-            Refusal: the typed answer that the caller gets.
+            Refusal: the typed answer that the caller gets, where it may have it at once.
 
         Cancelled: nothing is left of the call, at the backend either.
         """
@@ -119,13 +117,7 @@ def check_call(call: PolicyCall, *, for_rollout: bool) -> None:
     """Refuse what this server cannot do, before anything is done.
 
     Raises:
-        NotFound: the route is not served yet.
-        StreamingUnsupported: a stream is asked for.
         InvalidRequest: several choices for a rollout: a conversation goes on from one.
     """
-    if call.route is Route.MESSAGES:
-        raise NotFound(f"{call.route.value} is not served")
-    if call.body.get("stream"):
-        raise StreamingUnsupported("stream: true is not supported yet; send the call without it")
     if for_rollout and call.body.get("n") not in (None, 1):
         raise InvalidRequest("n: a call of a rollout has one choice")

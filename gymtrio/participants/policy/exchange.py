@@ -97,7 +97,7 @@ async def _send(
         return _judge_failure(reply.status, reply.body, extension)
     try:
         body = dict(reply.body)
-        if extension is not None:
+        if extension is not None and reply.evidence:
             return _read_native(call.route, body, extension)
         tokens = _offered_tokens(call.route, body) if wants_tokens else None
         return Exchanged(status=200, body=body, tokens=tokens)

@@ -1,8 +1,6 @@
-"""What a policy server keeps of an episode in a checkpoint, and which cut that is. Pure."""
+"""What a policy server keeps of an episode in a checkpoint. Pure."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import attrs
 
@@ -11,7 +9,6 @@ from gymtrio.capture.ledger import LedgerRow, staging_keys_of
 from gymtrio.capture.tokens import StagingKey
 from gymtrio.errors import InvalidCheckpointState
 from gymtrio.ids import EpisodeId
-from gymtrio.participants.policy.cut_round import CutRound
 from gymtrio.participants.policy.tickets import Ticket
 
 
@@ -21,6 +18,8 @@ class PolicyRecord:
 
     rows: tuple[LedgerRow, ...] = ()
     cut: CutRecord | None = None
+    uncertain: tuple[str, ...] = ()
+    """Calls among the rows of whose replies nobody knows whether they arrived."""
 
     @property
     def empty(self) -> bool:
@@ -30,28 +29,6 @@ class PolicyRecord:
         """Every key that the episode refers to, sorted (I17)."""
         cut_keys = () if self.cut is None else self.cut.continuation.staging_keys
         return sorted({*staging_keys_of(self.rows), *cut_keys})
-
-
-def choose_cut(
-    tickets: Sequence[Ticket], cut_round: CutRound | None, unclaimed: CutRecord | None
-) -> CutRecord | None:
-    """Choose the one cut of an episode (CUT-3).
-
-    That of the latest admitted undelivered call; if it has none, the restored one, whether it was
-    claimed or not, because its continuation was not delivered (CUT-5).
-
-    Args:
-        tickets: of the episode, in order of admission.
-        cut_round: None: cuts are not asked for, and none is made.
-        unclaimed: its restored cut, if nobody has claimed it.
-    """
-    undelivered = [ticket for ticket in tickets if ticket.undelivered]
-    if undelivered and cut_round is not None:
-        cut = finished_cut(undelivered[-1]) or cut_round.cut_of(undelivered[-1])
-        if cut is not None:
-            return cut
-    claimed = [ticket.claimed for ticket in undelivered if ticket.claimed is not None]
-    return claimed[-1] if claimed else unclaimed
 
 
 def finished_cut(ticket: Ticket) -> CutRecord | None:
@@ -95,6 +72,8 @@ def check_record(episode_id: EpisodeId, record: PolicyRecord) -> None:
                 f"{episode_id}: call {row.model_call_id} names a parent that is not before it"
             )
         known.add(row.model_call_id)
+    if not known.issuperset(record.uncertain):
+        raise InvalidCheckpointState(f"{episode_id}: an uncertain call that has no row")
     if record.cut is not None:
         if record.cut.model_call_id in known:
             raise InvalidCheckpointState(

@@ -1,12 +1,14 @@
-"""Tickets: one per admitted call, from the instant of its admission until nothing of it is left.
+"""Tickets: one per call, from before its admission until nothing of it is left.
 
+    asking       whoever keeps the books decides     not in flight
     generating   at the backend, or being staged     undelivered
     held         its reply waits for the gate        undelivered
     leaving      its reply is being sent             blocks a checkpoint
 
-- T1 A ticket is entered in the instant of its admission (POL-4).
+- T1 A call has its ticket before it is admitted, so that a retire finds it in any case (POL-4).
 - T2 A ticket blocks from the instant in which it is retired or its reply leaves, until it has ended.
-- T3 Numbers rise in order of admission; a time would not tell two calls of one instant apart.
+- T3 Numbers rise in order of admission, also across workers; a time would not tell two calls of one
+  instant apart.
 """
 
 from __future__ import annotations
@@ -18,17 +20,19 @@ from itertools import islice
 import attrs
 import trio
 
-from gymtrio.capture.cuts import ActivePrefix, CutRecord
+from gymtrio.capture.cuts import ActivePrefix
 from gymtrio.capture.ledger import LedgerRow
 from gymtrio.episodes.by_rollout import ByRollout
 from gymtrio.episodes.signal import Signal
 from gymtrio.ids import EpisodeId, RolloutId
 from gymtrio.limits import BLOCKERS_LISTED_MAX
 from gymtrio.participants.policy.exchange import Exchanged
+from gymtrio.participants.policy.keeper import Entered
 from gymtrio.wire.control import BlockerDetail
 
 
 class TicketState(Enum):
+    ASKING = "asking to be admitted"
     GENERATING = "generating"
     HELD = "held"
     LEAVING = "sending its reply"
@@ -38,7 +42,6 @@ class TicketState(Enum):
 class Ticket:
     """One call while it is here; made by `Tickets.enter`."""
 
-    number: int
     episode_id: EpisodeId | None
     model_call_id: str
     request_digest: str
@@ -47,10 +50,14 @@ class Ticket:
     since: float
     scope: trio.CancelScope = attrs.Factory(trio.CancelScope)
     ended: trio.Event = attrs.Factory(trio.Event)
-    state: TicketState = TicketState.GENERATING
+    state: TicketState = TicketState.ASKING
+    number: int = 0
+    """Once it is admitted; 0: it is on nobody's behalf."""
     retired: bool = False
-    claimed: CutRecord | None = None
-    """The restored cut that it goes on from."""
+    asked: bool = False
+    """Whoever keeps the books may have it in, and is to be told of its end."""
+    entered: Entered | None = None
+    """What it was admitted with; None: it was not, or is on nobody's behalf."""
     exchanged: Exchanged | None = None
     """The reply, once it is here and staged."""
     row: LedgerRow | None = None
@@ -63,7 +70,8 @@ class Ticket:
 
     @property
     def undelivered(self) -> bool:
-        return self.state is not TicketState.LEAVING
+        """Admitted, and its reply has not begun to leave."""
+        return self.state in (TicketState.GENERATING, TicketState.HELD)
 
     def active_prefix(self) -> ActivePrefix:
         assert self.episode_id is not None
@@ -86,9 +94,9 @@ class Tickets:
     def __init__(self, changed: Signal) -> None:
         self._changed = changed
         self._live: dict[Ticket, None] = {}
+        self._by_call: dict[str, Ticket] = {}
         self._blocking: dict[Ticket, None] = {}
         self._by_rollout: ByRollout[Ticket] = ByRollout()
-        self._entered = 0
         self.leaving = 0
         """How many replies are being sent."""
 
@@ -96,8 +104,11 @@ class Tickets:
         return len(self._live)
 
     def __iter__(self) -> Iterator[Ticket]:
-        """In order of admission."""
+        """Those that were admitted."""
         return iter(self._live)
+
+    def of_call(self, model_call_id: str) -> Ticket | None:
+        return self._by_call.get(model_call_id)
 
     @property
     def blocking(self) -> int:
@@ -112,19 +123,23 @@ class Tickets:
         request_digest: str,
         constrained: str | None,
     ) -> Ticket:
-        self._entered += 1
         ticket = Ticket(
-            number=self._entered,
             episode_id=episode_id,
             model_call_id=model_call_id,
             request_digest=request_digest,
             constrained=constrained,
             since=trio.current_time(),
         )
-        self._live[ticket] = None
+        self._by_call[model_call_id] = ticket
         if episode_id is not None:
             self._by_rollout.add(episode_id, ticket)
         return ticket
+
+    def admit(self, ticket: Ticket, number: int) -> None:
+        """It is in flight from now on."""
+        ticket.number = number
+        ticket.state = TicketState.GENERATING
+        self._live[ticket] = None
 
     def hold(self, ticket: Ticket) -> None:
         ticket.state = TicketState.HELD
@@ -146,7 +161,8 @@ class Tickets:
 
     def end(self, ticket: Ticket) -> None:
         """Nothing of the call is left."""
-        del self._live[ticket]
+        self._live.pop(ticket, None)
+        del self._by_call[ticket.model_call_id]
         self.leaving -= ticket.state is TicketState.LEAVING
         if ticket.episode_id is not None:
             self._by_rollout.remove(ticket.episode_id, ticket)
@@ -154,11 +170,6 @@ class Tickets:
         if ticket in self._blocking:
             del self._blocking[ticket]
             self._changed.notify()
-
-    def of_attempt(self, episode_id: EpisodeId) -> list[Ticket]:
-        """Those of this very attempt, in order of admission."""
-        of_rollout = self._by_rollout.of([episode_id.rollout_id])
-        return [ticket for owner, ticket in of_rollout if owner == episode_id]
 
     def up_to(self, episode_id: EpisodeId) -> list[Ticket]:
         """Those of this attempt and the earlier ones."""

@@ -99,11 +99,15 @@ class Desk:
         doing: str,
         epoch: str | None,
         refuse: bool,
+        only_session: bool = False,
     ) -> AsyncIterator[Admitted]:
         """See `ResourcesParticipant.request`."""
         ticket, already_seeded = await self._admit(
             kind, session_id, episode_id, doing, epoch, refuse
         )
+        if only_session and kind is RequestKind.SEED and ticket is not None:
+            # Still the instant of admission.
+            self._keeper.let_go_left_over(ticket.episode_id, session_id, keep=ticket.late)
         admitted = Admitted(self, ticket, already_seeded=already_seeded)
         if ticket is None:
             yield admitted

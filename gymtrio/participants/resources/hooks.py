@@ -54,6 +54,19 @@ class SessionHooks(Protocol):
         ...
 
 
+class StopHook(Protocol):
+    """What a server of mode `EXPORTED` may provide besides, when its sessions hold more than memory."""
+
+    async def free_exported_sessions(self, session_ids: Sequence[SessionId]) -> None:
+        """The deployment ends: free what these sessions hold outside the process, such as a sandbox.
+
+        Their states, as they were exported, are durable, and are what a restore begins from: whatever
+        that needs has to stay. Called at a commit with `stop`, once.
+        """
+        ...
+
+
+STOP_HOOK: Final = "free_exported_sessions"
 REQUIRED_HOOKS: Final = ("export_session_states", "restore_session_states", "retire_session_state")
 
 
@@ -129,6 +142,16 @@ class Hooks:
         if self._frees:
             call = self._hooks().retire_session_state
             await _foreign(f"retire_session_state of {where}", lambda: call(session_id))
+
+    async def free_outside(self, session_ids: Sequence[SessionId], where: str) -> None:
+        """
+        Raises:
+            InvalidCheckpointState: the hook failed.
+        """
+        if self._has(STOP_HOOK):
+            call: Callable[[Sequence[SessionId]], Awaitable[None]]
+            call = getattr(self._server, STOP_HOOK)
+            await _foreign(f"{STOP_HOOK} of {where}", lambda: call(session_ids))
 
 
 async def _foreign(what: str, call: Callable[[], Awaitable[T]]) -> T:

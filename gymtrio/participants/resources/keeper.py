@@ -122,6 +122,22 @@ class Keeper:
         self._leaving.append(session)
         self._work.notify()
 
+    def let_go_left_over(
+        self, episode_id: EpisodeId | None, session_id: SessionId | None, *, keep: bool
+    ) -> None:
+        """Let go what was restored for an attempt that has started over since (STEP-4).
+
+        Args:
+            session_id: the only session that it has here from now on.
+            keep: a checkpoint is open: what it is made of must not change before resume.
+        """
+        pending = None if episode_id is None else self.restored.peek(episode_id)
+        for other in sorted(pending or ()):
+            session = self.sessions.get(other)
+            if session is not None and other != session_id:
+                self.claim(session)
+                self.end(session, keep=keep)
+
     def _leave(self, session: Session) -> None:
         with self.sessions.counted(session):
             session.stage = Stage.LEAVING
@@ -218,6 +234,12 @@ class Keeper:
                     continue
                 self._leave(session)
                 await self._free_shielded(session)
+
+    async def free_outside(self, keys: Sequence[CaptureKey]) -> None:
+        """The deployment ends: have the server free what these sessions hold outside (CTL-13)."""
+        sessions = self.sessions.exportable(frozenset(keys))
+        if sessions and self._mode is Mode.EXPORTED:
+            await self._hooks.free_outside([s.session_id for s in sessions], named(sessions))
 
     async def _free_shielded(self, session: Session) -> None:
         """Once begun it is not left halfway, nor waited for without end."""

@@ -83,6 +83,7 @@ class ResourcesParticipant(ParticipantBase):
         doing: str | None = None,
         epoch: str | None = None,
         refuse: bool = False,
+        only_session: bool = False,
     ) -> AbstractAsyncContextManager[Admitted]:
         """Serve one request in a block.
 
@@ -92,6 +93,8 @@ class ResourcesParticipant(ParticipantBase):
             doing: for blocker lists, such as the tool's name.
             epoch: which execution of the episode it belongs to, if it says so (HARD-11).
             refuse: the caller would rather be refused than wait (CTL-18).
+            only_session: of a seed: its episode has no other session here; those that were restored
+                for it and that nobody asked for are let go.
 
         Raises:
             StaleAttempt: the attempt is refused, or was while the block ran: it was cancelled then.
@@ -110,6 +113,7 @@ class ResourcesParticipant(ParticipantBase):
             doing=doing or kind.value,
             epoch=epoch,
             refuse=refuse,
+            only_session=only_session,
         )
 
     def checkpoint_session_started(self, session_id: SessionId, episode_id: EpisodeId) -> None:
@@ -144,7 +148,9 @@ class ResourcesParticipant(ParticipantBase):
 
     def report(self) -> Report:
         tickets, keeper = self._desk.tickets, self._keeper
+        unattributed = tickets.unattributed()
         report = report_of(
+            keeper.sessions.blocking + tickets.blocking - unattributed,
             chain(keeper.sessions.blockers(), tickets.blockers()),
             {
                 "inflight": len(tickets),
@@ -154,7 +160,6 @@ class ResourcesParticipant(ParticipantBase):
                 "waiting": self.admission.waiting,
             },
         )
-        unattributed = tickets.unattributed()
         if unattributed:
             report = attrs.evolve(
                 report,
@@ -200,6 +205,9 @@ class ResourcesParticipant(ParticipantBase):
 
     async def release(self, episode_ids: Sequence[EpisodeId]) -> None:
         await self._keeper.release(episode_ids)
+
+    async def free_outside(self, episode_ids: Sequence[CaptureKey]) -> None:
+        await self._keeper.free_outside(episode_ids)
 
     def check_installable(self) -> None:
         live = self._keeper.sessions.live()

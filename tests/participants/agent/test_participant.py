@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -67,10 +67,20 @@ class Process:
         return self.participant.sessions
 
     async def seed(
-        self, key: str = "s", episode_id: EpisodeId = R0, *, refuse: bool = False
+        self,
+        key: str = "s",
+        episode_id: EpisodeId = R0,
+        *,
+        refuse: bool = False,
+        only: bool = False,
     ) -> list[object]:
         seed = partial(
-            self.sessions.seed, episode_id, key, partial(self.agent.build, key), refuse=refuse
+            self.sessions.seed,
+            episode_id,
+            key,
+            partial(self.agent.build, key),
+            refuse=refuse,
+            only=only,
         )
         return await begin(self.nursery, seed)
 
@@ -412,6 +422,177 @@ async def test_a_restored_activation_continues_only_its_own_request(
         turns = Turns(process)
         await process.activate(turns, episode_id=R1)
         assert turns.continued == {"turn": 0}
+
+
+@pytest.mark.parametrize("ends", ["its caller leaves", "it fails"])
+async def test_a_claim_that_an_activation_did_not_use_is_given_back(
+    ends: str, autojump_clock: MockClock
+) -> None:
+    """I14, AGT-5, I5: it is in the next checkpoint, and whoever asks next continues from it."""
+    archive = MemoryArchive()
+    async with open_process(archive) as process:
+        await process.seed()
+        turns = Turns(process)
+        await process.activate(turns)
+        turns.model_answers()
+        turns.tool_answers()
+        await wait_all_tasks_blocked()
+        await checkpoint(process.plane, "d")
+    async with open_process(archive) as process:
+        await process.plane.restore(R0)
+        await process.plane.resume("x1")
+
+        async def before_its_first_step(live: Episode, index: int) -> dict[str, object]:
+            assert live.continuation == {"turn": 1}
+            if ends == "it fails":
+                raise BackendFailed("no client yet")
+            await trio.sleep_forever()
+            raise AssertionError
+
+        with trio.CancelScope() as caller:
+            async with trio.open_nursery() as nursery:
+                work = before_its_first_step
+                activate = partial(
+                    process.sessions.activate, R1, "s", work, index=0, request_digest=REQUEST
+                )
+                answers = await begin(nursery, activate)
+                assert of(answers) == ([BackendFailed] if ends == "it fails" else [])
+                process.sessions.deliveries.deliver("s")(True)
+                assert process.plane.control.status().extra["restored_pending"] == (
+                    ["r-a1"] if answers else []
+                )
+                caller.cancel()
+        assert process.plane.control.status().extra["restored_pending"] == ["r-a1"]
+        await checkpoint(process.plane, "d2", R1)
+        await process.plane.resume("d2")
+        after = Turns(process)
+        await process.activate(after, episode_id=R1, index=0)
+        assert after.continued == {"turn": 1}
+    async with open_process(archive) as process:
+        await process.plane.restore(R1, directory="d2")
+        await process.plane.resume("x1")
+        again = Turns(process)
+        await process.activate(again, episode_id=R2, index=0)
+        assert again.continued == {"turn": 1}
+
+
+async def test_a_claim_that_was_used_is_not_given_back(autojump_clock: MockClock) -> None:
+    """I14, I5: what it has done since would be done again; the next one starts from its input."""
+    archive = MemoryArchive()
+    async with open_process(archive) as process:
+        await process.seed()
+        await process.activate(Turns(process))
+        await checkpoint(process.plane, "d")
+    async with open_process(archive) as process:
+        await process.plane.restore(R0)
+        await process.plane.resume("x1")
+        with trio.CancelScope() as caller:
+            async with trio.open_nursery() as nursery:
+                first = Turns(process)
+                activate = partial(
+                    process.sessions.activate, R1, "s", first, index=0, request_digest=REQUEST
+                )
+                await begin(nursery, activate)
+                assert (first.continued, first.model_calls) == ({"turn": 0}, 1)
+                caller.cancel()
+        assert process.plane.control.status().extra["restored_pending"] == []
+        second = Turns(process)
+        await process.activate(second, episode_id=R1, index=0)
+        assert second.continued is None
+
+
+async def test_nothing_is_installed_over_a_session_that_came_meanwhile(
+    autojump_clock: MockClock,
+) -> None:
+    """CTL-14, AGT-2: looked at once more when the records were read, before the agent is given any."""
+    archive = MemoryArchive()
+    async with open_process(archive) as process:
+        await process.seed()
+        await checkpoint(process.plane, "d")
+        (part,) = archive.parts.values()
+    agent = ScriptedAgent()
+    async with open_process(archive, agent) as process:
+        await process.seed("other", episode("q"))
+        with pytest.raises(InvalidPhase, match="session other is live"):
+            await process.participant.install(list(part.records), [R0])
+        assert agent.restored == []
+        assert [*process.sessions.live] == ["other"]
+        assert not process.participant.admission.fences.is_stale(R0)
+
+
+@pytest.mark.parametrize("failing", [False, True])
+async def test_a_seed_of_the_only_session_frees_what_was_left_over(
+    failing: bool, autojump_clock: MockClock
+) -> None:
+    """STEP-4, I34: the attempt has started over from its input and asks for none of what it had; what
+    cannot be freed is kept as before, and tried again."""
+    archive = MemoryArchive()
+    async with open_process(archive) as process:
+        await process.seed("s")
+        await process.seed("t")
+        await process.seed("q", episode("q"))
+        await checkpoint(process.plane, "d")
+    agent = ScriptedAgent()
+    async with open_process(archive, agent) as process:
+        await process.plane.restore(R0, episode("q"))
+        await process.plane.resume("x1")
+        if failing:
+            agent.failure = ValueError("busy")
+        assert await process.seed("new", R1, only=True) == [None]
+        if failing:
+            assert sorted(process.sessions.live) == ["new", "q", "s", "t"]
+            agent.failure = None
+            assert await process.seed("new", R1, only=True) == [None]
+        assert sorted(agent.freed) == ["s", "t"]
+        assert sorted(process.sessions.live) == ["new", "q"]
+        assert process.plane.control.status().extra["restored_pending"] == ["q-a1"]
+        assert await checkpoint(process.plane, "d2") == ("q-a1", "r-a1")
+
+
+async def test_a_seed_that_does_not_say_so_frees_nothing(autojump_clock: MockClock) -> None:
+    """STEP-4, AGT-5: an episode may have several sessions, and ask for the first one later."""
+    archive = MemoryArchive()
+    async with open_process(archive) as process:
+        await process.seed("s")
+        await checkpoint(process.plane, "d")
+    agent = ScriptedAgent()
+    async with open_process(archive, agent) as process:
+        await process.plane.restore(R0)
+        await process.plane.resume("x1")
+        await process.seed("new", R1)
+        assert agent.freed == []
+        # The one that it names is no other one, and what it has claimed is in use.
+        await process.seed("s", R1, only=True)
+        await process.seed("new", R1, only=True)
+        assert sorted(process.sessions.live) == ["new", "s"]
+
+
+async def test_a_commit_with_stop_lets_the_agent_free_what_is_outside(
+    autojump_clock: MockClock,
+) -> None:
+    """CTL-13: the sessions that were exported, once their state is durable."""
+    archive = MemoryArchive()
+
+    class Sandboxed(ScriptedAgent):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stopped: list[list[str]] = []
+
+        async def free_exported_agent_sessions(self, keys: Sequence[str]) -> None:
+            await trio.lowlevel.checkpoint()
+            assert archive.parts
+            self.stopped.append([*keys])
+
+    agent = Sandboxed()
+    async with open_process(archive, agent) as process:
+        await process.seed("s")
+        await process.seed("t")
+        await process.seed("q", episode("q"))
+        await process.plane.prepare("d")
+        await process.plane.commit("d", (R0,), directory="d", stop=True)
+        assert agent.stopped == [["s", "t"]]
+        await process.plane.commit("d", (R0,), directory="d", stop=True)
+        assert agent.stopped == [["s", "t"]]
 
 
 async def test_restored_sessions_that_nobody_claimed_are_in_the_next_checkpoint(

@@ -15,6 +15,7 @@ from gymtrio.capture.tokens import StagingKey
 from gymtrio.checkpoint.control import open_control
 from gymtrio.errors import GymtrioError
 from gymtrio.ids import EpisodeId
+from gymtrio.participants.policy.calls import Policy as CallsPolicy
 from gymtrio.participants.policy.calls import PolicyCall, PolicyReply
 from gymtrio.participants.policy.participant import PolicyParticipant
 from gymtrio.participants.policy.records import PolicyRecord
@@ -69,25 +70,23 @@ class World:
         self.backend = ScriptedBackend(self.store)
 
 
-class Policy(Plane):
-    """A running policy server and its controller."""
+class Calling:
+    """Makes calls of whoever serves them."""
 
     world: World
-    policy: PolicyParticipant
+    policy: CallsPolicy
     nursery: trio.Nursery
 
     @property
     def backend(self) -> ScriptedBackend:
         return self.world.backend
 
-    @property
-    def counts(self) -> dict[str, int]:
-        return self.policy.report().counts
-
     async def ask(self, episode_id: EpisodeId | None, call: PolicyCall) -> PolicyReply:
         """Make a call and take its reply whole."""
         reply = await self.policy.call(episode_id, call)
         reply.done(True)
+        if reply.refusal is not None:
+            raise reply.refusal
         return reply
 
     async def ask_at_once(self, episode_id: EpisodeId | None, call: PolicyCall) -> PolicyReply:
@@ -109,23 +108,35 @@ class Policy(Plane):
         async def run() -> None:
             with caller.scope:
                 try:
-                    caller.reply = await self.policy.call(episode_id, call)
+                    reply = await self.policy.call(episode_id, call)
                     if take:
-                        caller.reply.done(True)
+                        reply.done(True)
+                    caller.reply, caller.error = reply, reply.refusal
                 except GymtrioError as error:
                     caller.error = error
-            caller.ended.set()
+                finally:
+                    caller.ended.set()
 
         self.nursery.start_soon(run)
         return caller
 
     async def begin_live(
-        self, episode_id: EpisodeId | None, call: PolicyCall
+        self, episode_id: EpisodeId | None, call: PolicyCall, *, take: bool = True
     ) -> tuple[Caller, LiveCall]:
         """Make a call and wait until the backend has it."""
         count = len(self.backend.live)
-        caller = self.begin(episode_id, call)
+        caller = self.begin(episode_id, call, take=take)
         return caller, (await self.backend.wait_live(count + 1))[-1]
+
+
+class Policy(Plane, Calling):
+    """A running policy server and its controller."""
+
+    policy: PolicyParticipant
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return self.policy.report().counts
 
     def records(self, directory: str = "d") -> dict[str, PolicyRecord]:
         """What the archive has of this server, by capture key."""

@@ -16,13 +16,12 @@ from gymtrio.errors import (
     BackendFailed,
     InvalidPhase,
     InvalidRequest,
-    NotFound,
     RetireIncomplete,
     StaleAttempt,
     TransportError,
     Unavailable,
 )
-from gymtrio.participants.policy.calls import BackendReply, PolicyCall, StreamingUnsupported
+from gymtrio.participants.policy.calls import BackendReply, PolicyCall
 from gymtrio.wire.control import Kind
 from tests.helpers.plane import episode
 from tests.participants.policy.harness import (
@@ -341,9 +340,7 @@ async def test_a_token_store_that_fails_fails_the_call(autojump_clock: object) -
 @pytest.mark.parametrize(
     ("call", "error"),
     [
-        (chat("hello", stream=True), StreamingUnsupported),
         (chat("hello", n=2), InvalidRequest),
-        (PolicyCall(route=Route.MESSAGES, body={}), NotFound),
     ],
 )
 async def test_what_is_not_served_is_refused_before_anything_is_done(
@@ -395,3 +392,21 @@ async def test_a_woken_call_looks_again_at_the_gate(autojump_clock: object) -> N
         policy.policy.open()
         await caller.ended.wait()
         assert tokens_of(caller.reply) == uncut_tokens(chat("hello").body)
+
+
+async def test_an_error_that_is_leaving_is_waited_for_like_a_result(
+    autojump_clock: object,
+) -> None:
+    """I2, POL-2: it is a reply, so a checkpoint is not prepared while it is being sent."""
+    async with open_policy(World()) as policy:
+        caller, live = await policy.begin_live(R, chat("hello"), take=False)
+        live.fail(TransportError("the engine is gone"))
+        await caller.ended.wait()
+        assert isinstance(caller.error, BackendFailed)
+        assert caller.reply is not None
+        assert caller.reply.status == 502
+        preparing = await policy.prepare(timeout_s=2)
+        assert (preparing.phase, preparing.report.blockers) == ("preparing", ("r",))
+        caller.reply.done(True)
+        assert (await policy.prepare()).phase == "prepared"
+        assert policy.counts["inflight"] == 0

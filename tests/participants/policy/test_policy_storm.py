@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
 
-import attrs
 import pytest
 import trio
 
@@ -13,65 +11,8 @@ from gymtrio.errors import GymtrioError
 from gymtrio.ids import EpisodeId
 from gymtrio.participants.policy.records import PolicyRecord
 from tests.helpers.plane import episode
-from tests.participants.policy.harness import (
-    Policy,
-    World,
-    chat,
-    is_readable,
-    open_policy,
-    text_of,
-    tokens_of,
-    uncut_tokens,
-)
-
-TURNS = 4
-ROLLOUTS = 8
-
-
-@attrs.define
-class Storm:
-    """What the outside saw."""
-
-    chance: random.Random
-    prepared: bool = False
-    delivered: dict[EpisodeId, list[str]] = attrs.Factory(lambda: defaultdict(list))
-    """The texts that reached each episode, in order."""
-    answered_while_prepared: int = 0
-    committed: dict[str, tuple[dict[EpisodeId, int], dict[str, PolicyRecord]]] = attrs.Factory(dict)
-    """Directory to how much had been delivered, and what was written."""
-
-    def pause(self) -> float:
-        return self.chance.choice([0, 0, 1, 1, 2, 5])
-
-
-async def one_rollout(policy: Policy, storm: Storm, e: EpisodeId, texts: list[str]) -> None:
-    """Play the turns that are left; a call that is lost or left is made again."""
-    while len(texts) < 2 * TURNS:
-        texts_sent = [*texts, f"{e.rollout_id} turn {len(texts)}"]
-        caller = policy.begin(e, chat(*texts_sent), take=False)
-        with trio.move_on_after(storm.chance.choice([3, 30, 30])):
-            await caller.ended.wait()
-        if caller.reply is None:
-            caller.leave()
-            await caller.ended.wait()
-        if caller.reply is None:
-            continue
-        storm.answered_while_prepared += storm.prepared
-        await trio.sleep(storm.chance.choice([0, 0, 1]))
-        caller.reply.done(True)
-        assert tokens_of(caller.reply) == uncut_tokens(chat(*texts_sent).body)
-        texts[:] = [*texts_sent, text_of(caller.reply)]
-        storm.delivered[e].append(text_of(caller.reply))
-
-
-async def engine(policy: Policy, storm: Storm) -> None:
-    """Give tokens to whoever is there, in an order of its own."""
-    while True:
-        await trio.sleep(1)
-        for live in list(policy.backend.live):
-            live.emit(min(storm.chance.randrange(6), 20 - len(live.token_ids)))
-            if len(live.token_ids) == 20:
-                live.finish.set()
+from tests.participants.policy.harness import Policy, World, chat, is_readable, open_policy
+from tests.participants.policy.storm import ROLLOUTS, TURNS, Storm, engine, one_rollout
 
 
 async def controller(policy: Policy, storm: Storm, scope: list[EpisodeId]) -> None:
@@ -110,7 +51,7 @@ async def test_a_storm_of_checkpoints(seed: int, autojump_clock: trio.testing.Mo
     storm = Storm(random.Random(seed))
     scope = [episode(f"e{number}") for number in range(ROLLOUTS)]
     async with open_policy(world) as policy:
-        policy.nursery.start_soon(engine, policy, storm)
+        policy.nursery.start_soon(engine, policy.backend, storm)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(controller, policy, storm, scope)
             for e in scope:
@@ -137,7 +78,7 @@ async def replay(
     async with open_policy(world) as policy:
         await policy.restore(*scope, directory=directory)
         await policy.resume("x1")
-        policy.nursery.start_soon(engine, policy, again)
+        policy.nursery.start_soon(engine, policy.backend, again)
         async with trio.open_nursery() as nursery:
             for e in scope:
                 texts: list[str] = []

@@ -33,6 +33,8 @@ class Counters:
         """Sessions that were asked to be freed, in order."""
         self.failure: Exception | None = None
         """Raised by the hooks."""
+        self.outside: list[str] = []
+        """Sessions whose sandboxes were freed, in order."""
         self.exporting = Door()
         self.restoring = Door()
         self.retiring = Door()
@@ -60,6 +62,16 @@ class Counters:
             raise self.failure
         if self.counts.pop(session_id, None) is not None:
             self.retired.append(session_id)
+
+
+class Sandboxes(Counters):
+    """Its sessions hold something outside the process."""
+
+    async def free_exported_sessions(self, session_ids):
+        await self.retiring.pass_through()
+        if self.failure is not None:
+            raise self.failure
+        self.outside += session_ids
 
 
 Work = Callable[[Admitted], Awaitable[Any]]
@@ -199,9 +211,10 @@ async def open_resources(
     mode: Mode = Mode.EXPORTED,
     verify: StepMode = StepMode.WAIT,
     recover: bool = False,
+    server: Counters | None = None,
 ) -> AsyncIterator[Resources]:
     """Run a server; leaving the block is its crash."""
-    server = Counters()
+    server = server or Counters()
     participant = ResourcesParticipant("counter", mode=mode, verify=verify, server=server)
     archive = archive or MemoryArchive()
     clock = FollowingClock()

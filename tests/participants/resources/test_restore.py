@@ -161,6 +161,48 @@ async def test_sessions_of_one_episode_are_claimed_one_by_one(autojump_clock: Mo
         assert await plane.increment("s", R1) == 4
 
 
+@pytest.mark.parametrize("closed", [False, True])
+async def test_a_seed_of_the_only_session_lets_go_what_was_left_over(
+    closed: bool, autojump_clock: MockClock
+) -> None:
+    """STEP-4, I34, RES-5: the attempt has started over from its input and asks for none of what it had.
+    While a checkpoint is open nothing that it is made of is changed."""
+    archive = await checkpointed(("s", R0, 2), ("t", R0, 5), ("q", Q0, 7))
+    async with open_resources(archive) as plane:
+        await plane.restore(R0, Q0)
+        await plane.resume("x1")
+        if closed:
+            await plane.prepare("c2")
+        await plane.seed("new", R1, only_session=True)
+        await wait_all_tasks_blocked()
+        assert plane.extra["restored_pending"] == ["q-a1"]
+        if closed:
+            assert plane.server.retired == []
+            assert (await plane.commit("c2", directory="c2")).episode_ids == ("q-a1", "r-a1")
+            await plane.resume("c2")
+            await wait_all_tasks_blocked()
+        assert sorted(plane.server.retired) == ["s", "t"]
+        assert await plane.increment("new", R1) == 1
+        assert await plane.exported("c3") == ("q-a1", "r-a1")
+        assert sorted(plane.server.counts) == ["new", "q"]
+
+
+async def test_a_seed_that_does_not_say_so_lets_nothing_go(autojump_clock: MockClock) -> None:
+    """STEP-4, RES-1: an episode may have several sessions, and ask for the first one later."""
+    archive = await checkpointed(("s", R0, 2), ("t", R0, 5))
+    async with open_resources(archive) as plane:
+        await plane.restore(R0)
+        await plane.resume("x1")
+        await plane.seed("new", R1)
+        assert await plane.increment("s", R1) == 3
+        # The one that it names is no other one, and what was asked for is in use.
+        await plane.seed("t", R1, only_session=True)
+        await wait_all_tasks_blocked()
+        assert plane.server.retired == []
+        assert await plane.increment("t", R1) == 6
+        assert await plane.increment("s", R1) == 4
+
+
 async def test_a_commit_that_leaves_a_restored_session_out_frees_it_without_a_refusal(
     autojump_clock: MockClock,
 ) -> None:

@@ -1,0 +1,317 @@
+"""Calls between servers over frames: one connection per called server, for any number of calls.
+
+Invariants:
+  F1  A connection is made when the first call needs it, by one task, for all who wait for it; when it
+      is lost, by the next call. It ends with the transport.
+  F2  A request is sent twice only if it is repeatable and the connection ended before anything of its
+      reply was given to the caller; the second time goes over another connection.
+  F3  A reply belongs to the call that it names. A call that is left is cancelled at the callee.
+
+Origins without an address here are called over HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Final
+
+import attrs
+import trio
+
+from gymtrio.background import open_background
+from gymtrio.errors import HostError, TransportError
+from gymtrio.serving.client import (
+    NO_REPLY,
+    CallTimedOut,
+    ClientSettings,
+    Incoming,
+    Lane,
+    Origin,
+    Outgoing,
+    WholeReply,
+)
+from gymtrio.serving.deployment import TCP_SCHEME
+from gymtrio.serving.frames_head import BROKEN_OFF, KIND, decode_reply, encode_request
+from gymtrio.serving.http import JSON_CONTENT_TYPE, Headers, dump_json
+from gymtrio.serving.pool import Pool, PoolStatistics
+from gymtrio.settings import Secret
+from gymtrio.strict import MalformedValue
+from gymtrio.wire.calls_out import OpenCall
+from gymtrio.wire.channel import Channel, open_channel
+from gymtrio.wire.errors import CallTimedOut as CallOverdue
+from gymtrio.wire.errors import ChannelLost, ChannelRefused
+from gymtrio.wire.messages import Hello
+from gymtrio.wire.tcp import connect_tcp
+from gymtrio.wire.unix import connect_unix
+
+_ERROR_HEADERS: Final[Headers] = ((b"content-type", JSON_CONTENT_TYPE.encode("ascii")),)
+
+
+class _Opening:
+    """One connection, from the attempt to make it to its end."""
+
+    def __init__(self) -> None:
+        self.settled = trio.Event()
+        self.channel: Channel | None = None
+        self.failure = ""
+
+    @property
+    def is_over(self) -> bool:
+        if self.channel is None:
+            return self.settled.is_set()
+        return self.channel.closed.is_set()
+
+    def settle(self, channel: Channel | None, failure: str = "") -> None:
+        if not self.settled.is_set():
+            self.channel, self.failure = channel, failure
+            self.settled.set()
+
+
+class _Line:
+    """The connection to one called server, now and again."""
+
+    def __init__(
+        self,
+        origin: Origin,
+        address: str,
+        connect: Callable[[_Opening, Origin, str], Awaitable[None]],
+        nursery: trio.Nursery,
+    ) -> None:
+        self._origin = origin
+        self._address = address
+        self._connect = connect
+        self._nursery = nursery
+        self._opening: _Opening | None = None
+
+    @property
+    def open_channel(self) -> Channel | None:
+        """The connection, if there is one already."""
+        opening = self._opening
+        if opening is None or opening.channel is None or opening.channel.closed.is_set():
+            return None
+        return opening.channel
+
+    async def channel(self) -> Channel:
+        """The connection; made if there is none.
+
+        Raises:
+            TransportError: it cannot be connected to.
+        """
+        opening = self._opening
+        if opening is None or opening.is_over:
+            opening = self._opening = _Opening()
+            self._nursery.start_soon(self._connect, opening, self._origin, self._address)
+        if opening.channel is None:
+            await opening.settled.wait()
+            if opening.channel is None:
+                raise TransportError(f"{self._origin}: cannot connect: {opening.failure}")
+        return opening.channel
+
+
+class FramesTransport:
+    """Frames where there is an address, HTTP elsewhere; opened by `open_frames`."""
+
+    def __init__(
+        self,
+        nursery: trio.Nursery,
+        addresses: Mapping[Origin, str],
+        http: Pool,
+        me: Hello,
+        token: Secret | None,
+        settings: ClientSettings,
+    ) -> None:
+        self._http = http
+        self._calls = dict.fromkeys(Lane, 0)
+        self._me = me
+        self._token = token
+        self._settings = settings
+        self._lines = {
+            origin: _Line(origin, address, self._keep_connected, nursery)
+            for origin, address in addresses.items()
+        }
+
+    async def _keep_connected(self, opening: _Opening, origin: Origin, address: str) -> None:
+        try:
+            with trio.fail_after(self._settings.connect_timeout_s):
+                stream = await connect(address)
+            # Between hosts it is asked for; on one, it is for those who control.
+            token = self._token if address.startswith(TCP_SCHEME) else None
+            async with open_channel(stream, role="opener", me=self._me, token=token) as channel:
+                opening.settle(channel)
+                await channel.closed.wait()
+        except (OSError, HostError, ChannelLost) as error:
+            opening.settle(None, str(error))
+        except trio.TooSlowError:
+            opening.settle(None, f"not within {self._settings.connect_timeout_s} s")
+
+    def statistics(self, lane: Lane | None = None) -> PoolStatistics:
+        """Count what is held, in one lane or in all; a call over frames never waits for a place."""
+        http = self._http.statistics(lane)
+        calls = sum(count for of, count in self._calls.items() if lane in (None, of))
+        return attrs.evolve(http, active=http.active + calls)
+
+    async def request(
+        self, origin: Origin, outgoing: Outgoing, lane: Lane, deadline: float
+    ) -> WholeReply | None:
+        """See `gymtrio.serving.client.WholeTransport`."""
+        line = self._lines.get(origin)
+        if line is None:
+            return None
+        head = encode_request(outgoing.method, outgoing.target, outgoing.headers)
+        control = lane is Lane.CONTROL
+        body = outgoing.body
+        self._calls[lane] += 1
+        try:
+            channel = line.open_channel or await _by(deadline, line.channel)
+            try:
+                reply = await channel.request(
+                    KIND, body, head=head, control=control, deadline=deadline
+                )
+            except ChannelLost:
+                if not outgoing.repeatable:
+                    raise
+                channel = await _by(deadline, line.channel)
+                reply = await channel.request(
+                    KIND, body, head=head, control=control, deadline=deadline
+                )
+        except ChannelRefused as refused:
+            if refused.code == BROKEN_OFF:
+                raise _cut_short(refused) from refused
+            return WholeReply(refused.status, _ERROR_HEADERS, _error_body(refused))
+        except CallOverdue:
+            raise CallTimedOut(NO_REPLY) from None
+        finally:
+            self._calls[lane] -= 1
+        status, headers = _decoded(origin, reply.head)
+        return WholeReply(status, headers, reply.body)
+
+    @asynccontextmanager
+    async def exchange(
+        self, origin: Origin, outgoing: Outgoing, lane: Lane
+    ) -> AsyncIterator[Incoming]:
+        """See `gymtrio.serving.client.Transport`."""
+        line = self._lines.get(origin)
+        if line is None:
+            async with self._http.exchange(origin, outgoing, lane) as incoming:
+                yield incoming
+            return
+        self._calls[lane] += 1
+        try:
+            incoming = await _entered(line, origin, outgoing, lane)
+            try:
+                yield incoming
+            finally:
+                await incoming.leave()
+        finally:
+            self._calls[lane] -= 1
+
+
+async def _entered(
+    line: _Line, origin: Origin, outgoing: Outgoing, lane: Lane
+) -> _Reply | _Refused:
+    head = encode_request(outgoing.method, outgoing.target, outgoing.headers)
+
+    async def enter(channel: Channel) -> OpenCall:
+        control = lane is Lane.CONTROL
+        return await channel.exchange(KIND, head, outgoing.body, control=control).__aenter__()
+
+    try:
+        try:
+            call = await enter(await line.channel())
+        except ChannelLost:
+            if not outgoing.repeatable:
+                raise
+            call = await enter(await line.channel())
+    except ChannelRefused as refused:
+        return _Refused(refused)
+    return _Reply(origin, call)
+
+
+async def _by(deadline: float, connected: Callable[[], Awaitable[Channel]]) -> Channel:
+    with trio.CancelScope(deadline=deadline):
+        return await connected()
+    raise CallTimedOut(NO_REPLY)
+
+
+async def connect(address: str) -> trio.SocketStream:
+    """Connect to a socket's path, or to `tcp://host:port`.
+
+    Raises:
+        OSError: nobody listens there.
+        HostError: see `gymtrio.wire.unix.connect_unix`.
+    """
+    if address.startswith(TCP_SCHEME):
+        host, _, port = address.removeprefix(TCP_SCHEME).rpartition(":")
+        return await connect_tcp(host.removeprefix("[").removesuffix("]"), int(port))
+    return await connect_unix(address)
+
+
+def _decoded(origin: Origin, head: bytes) -> tuple[int, Headers]:
+    try:
+        return decode_reply(head)
+    except MalformedValue as error:
+        raise TransportError(f"{origin}: not a reply: {error}") from None
+
+
+def _cut_short(refused: ChannelRefused) -> TransportError:
+    return TransportError(f"reply cut short: {refused.detail}")
+
+
+def _error_body(refused: ChannelRefused) -> bytes:
+    return dump_json({"error": {"code": refused.code, "detail": refused.detail}})
+
+
+class _Reply:
+    """A reply that is read while it comes."""
+
+    def __init__(self, origin: Origin, call: OpenCall) -> None:
+        self._call = call
+        self.status, self.headers = _decoded(origin, call.head)
+
+    async def receive_some(self) -> bytes:
+        try:
+            return await self._call.receive_some()
+        except ChannelRefused as refused:
+            raise _cut_short(refused) from refused
+
+    async def leave(self) -> None:
+        """Nothing more of it is wanted."""
+        await self._call.__aexit__(None, None, None)
+
+
+class _Refused:
+    """What the callee's side of the channel answered in place of the application."""
+
+    def __init__(self, refused: ChannelRefused) -> None:
+        self.status = refused.status
+        self.headers = _ERROR_HEADERS
+        self._body = _error_body(refused)
+
+    async def receive_some(self) -> bytes:
+        await trio.lowlevel.checkpoint()
+        body, self._body = self._body, b""
+        return body
+
+    async def leave(self) -> None:
+        pass
+
+
+@asynccontextmanager
+async def open_frames(
+    addresses: Mapping[Origin, str],
+    http: Pool,
+    *,
+    me: Hello,
+    token: Secret | None = None,
+    settings: ClientSettings | None = None,
+) -> AsyncIterator[FramesTransport]:
+    """Open the transport; leaving the block closes its connections.
+
+    Args:
+        addresses: where an origin is called over frames: a socket's path, or `tcp://host:port`.
+        http: for all other origins.
+        token: presented to those who ask for it.
+    """
+    async with open_background() as nursery:
+        yield FramesTransport(nursery, addresses, http, me, token, settings or ClientSettings())

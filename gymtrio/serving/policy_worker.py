@@ -1,0 +1,124 @@
+"""A process that is one of several workers of a policy server: its link to the coordinator.
+
+Control calls that reach it, since the port is shared, are passed on and answered from there (WRK-1).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+
+import attrs
+import trio
+from quart_trio import QuartTrio
+
+from gymtrio.background import open_background
+from gymtrio.checkpoint.directory_archive import DirectoryArchive
+from gymtrio.checkpoint.routes import serving_blueprint
+from gymtrio.errors import CoordinatorUnavailable, HostError, PeerRefused, TransportError
+from gymtrio.participants.policy.link import WORKER_ROLE, refusal_of
+from gymtrio.participants.policy.worker import PolicyWorker
+from gymtrio.serving.host import S, ServiceHost
+from gymtrio.serving.ledger_route import add_ledger_route
+from gymtrio.serving.workers import COORDINATOR_VARIABLE, WORKER_VARIABLE, instance_of
+from gymtrio.storage.root import CheckpointRoot
+from gymtrio.wire.messages import Hello
+from gymtrio.wire.unix import connect_unix
+
+_log = logging.getLogger(__name__)
+
+
+class CoordinatorLost(HostError):
+    """The connection to the coordinator has ended: this process is of no use any more (WRK-5)."""
+
+
+@attrs.frozen
+class WorkerPlace:
+    """Which worker of whom a process is."""
+
+    coordinator: str
+    """Path of its socket."""
+    name: str
+    instance: str
+    """Which incarnation of it."""
+
+    @classmethod
+    def of_environment(cls) -> WorkerPlace | None:
+        """As the variables say; None: it has no coordinator."""
+        coordinator = os.environ.get(COORDINATOR_VARIABLE)
+        if coordinator is None:
+            return None
+        instance = instance_of(os.getpid())
+        return cls(coordinator, os.environ.get(WORKER_VARIABLE, instance), instance)
+
+
+def part_writer(host: ServiceHost[S]) -> DirectoryArchive:
+    """What writes a worker's share of a checkpoint (STO-6)."""
+    assert host.checkpoint.root is not None, "checked when the deployment was read"
+    return DirectoryArchive(host.disk, CheckpointRoot(host.checkpoint.root), host.randomness)
+
+
+@asynccontextmanager
+async def linked(
+    worker: PolicyWorker, place: WorkerPlace, host: ServiceHost[S]
+) -> AsyncIterator[None]:
+    """Connect a worker for the time of the block.
+
+    Raises:
+        ExceptionGroup: of `CoordinatorLost`; the block was cancelled for it.
+        HostError: nobody listens there, or not of this user.
+    """
+    try:
+        stream = await connect_unix(place.coordinator)
+    except OSError as error:
+        raise HostError(
+            f"the coordinator at {place.coordinator} cannot be reached: {error.strerror or error}"
+        ) from None
+    me = Hello(role=WORKER_ROLE, name=place.name, instance=place.instance)
+    async with open_background() as nursery:
+        await nursery.start(_serve, worker, stream, me)
+        yield
+
+
+async def _serve(
+    worker: PolicyWorker,
+    stream: trio.SocketStream,
+    me: Hello,
+    *,
+    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """
+    Raises:
+        CoordinatorLost: it has ended.
+    """
+    try:
+        why = await worker.serve(stream, me=me, task_status=task_status)
+    except TransportError as error:
+        why = str(error)
+    raise CoordinatorLost(f"the coordinator is gone ({why}); this worker ends")
+
+
+def add_worker_routes(app: QuartTrio, worker: PolicyWorker, host: ServiceHost[S]) -> None:
+    """The control plane of the server, as if it were here."""
+    assert host.control_token is not None, "checked when the deployment was read"
+    is_token = host.control_token.matches
+    app.register_blueprint(serving_blueprint(partial(forward_control, worker), is_token))
+    add_ledger_route(app, worker.link.rows, is_token)
+
+
+async def forward_control(worker: PolicyWorker, operation: str, body: bytes) -> bytes:
+    """Have a control call served by the coordinator.
+
+    Raises:
+        CoordinatorUnavailable: it cannot be reached. Refusal: what it answered.
+    """
+    try:
+        head = operation.encode()
+        return (await worker.link.channel.request("control", body, head=head, control=True)).body
+    except PeerRefused as error:
+        raise refusal_of(error) from error
+    except TransportError as error:
+        raise CoordinatorUnavailable(str(error)) from error

@@ -6,6 +6,7 @@
 #   make lint      ruff, mypy --strict, import layers
 #   make format    rewrite the sources as `make lint` wants them
 #   make bench     what a checkpoint costs, beside its floors (ARGS="--quick --check")
+#   make bench-transport  what a call between servers costs, beside FastAPI, uvicorn and aiohttp
 #   make simulate  the real servers under simulated faults    (SEEDS=2000)
 #   make spin      the model of the protocol, every state; needs spin and gcc
 #   make cuts      200 cuts at every place of a generation, each compared with the uncut one
@@ -37,7 +38,7 @@ ENVIRONMENT := $(VENV)/.environment-$(VERSION)
 DEMO_INSTALLED := $(VENV)/.demo-$(VERSION)
 DEV_INSTALLED := $(VENV)/.dev-$(VERSION)
 
-.PHONY: test demo lint format bench simulate spin cuts nightly lock clean python
+.PHONY: test demo lint format bench bench-transport simulate spin cuts nightly lock clean python
 
 test: lint
 	$(BIN)/python -m pytest --cov --cov-report=term $(PYTEST_ARGS)
@@ -58,6 +59,10 @@ format: $(DEV_INSTALLED)
 bench: $(DEMO_INSTALLED)
 	$(BIN)/python -m bench.checkpoint $(or $(ARGS),--quick)
 
+bench-transport: $(DEMO_INSTALLED)
+	@$(INSTALL) --editable '.[bench,demo]'
+	$(BIN)/python -m bench.transport $(or $(ARGS),--quick)
+
 simulate: $(DEV_INSTALLED)
 	GYMTRIO_SIM_SEEDS=$(or $(SEEDS),2000) $(BIN)/python -m pytest tests/simulation --timeout=0 $(PYTEST_ARGS)
 
@@ -72,7 +77,7 @@ nightly: $(DEV_INSTALLED)
 
 lock: python
 	$(INTERPRETER) -m venv --clear .venv-lock
-	.venv-lock/bin/python -m pip install --quiet --disable-pip-version-check '.[demo,dev]'
+	.venv-lock/bin/python -m pip install --quiet --disable-pip-version-check '.[bench,demo,dev]'
 	.venv-lock/bin/python -m pip freeze --exclude gymtrio > requirements/py$(VERSION).txt
 	rm -rf .venv-lock
 

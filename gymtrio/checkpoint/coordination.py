@@ -33,6 +33,7 @@ from gymtrio.errors import GymtrioError, PeerRefused, TransportError
 from gymtrio.ids import CheckpointId, EpisodeId, RolloutId, is_safe_id
 from gymtrio.limits import (
     CLEANUP_S_MAX,
+    CONTROL_REPLY_S_MAX,
     CONTROL_RETRY_DELAY_S,
     DISCOVERY_TRIES_MAX,
     ID_CHARACTERS_MAX,
@@ -508,7 +509,10 @@ class Controller:
         assert REPLIES[operation] is cls
         while True:
             try:
-                plain = await self._channel.call(member.server, operation, request, deadline)
+                # The server ends by the deadline; its answer is on its way then.
+                plain = await self._channel.call(
+                    member.server, operation, request, deadline + CONTROL_REPLY_S_MAX
+                )
                 break
             except TransportError:
                 if trio.current_time() + CONTROL_RETRY_DELAY_S >= deadline:

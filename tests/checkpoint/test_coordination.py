@@ -50,6 +50,17 @@ async def test_a_stage_that_is_not_ready_stops_the_prepare_and_says_why(
             await fleet.controller.prepare(C1, timeout_s=5)
 
 
+async def test_an_answer_given_at_the_deadline_is_heard(autojump_clock: MockClock) -> None:
+    """CTL-7, COORD-6: what blocks is told; a server that has run out of time is not taken for silent."""
+    async with open_fleet() as fleet:
+        fleet.participants["agent"].running.add(R0)
+        fleet.channel.slow_replies_s["prepare", "agent"] = 0.3
+        with pytest.raises(NotPrepared, match="agent: r0"):
+            async with fleet.controller.checkpoint(C1, "d", timeout_s=5):
+                raise AssertionError("not prepared")
+        assert fleet.closed() == set()
+
+
 async def test_the_body_failing_or_being_cancelled_resumes(autojump_clock: MockClock) -> None:
     """COORD-1: on every exit."""
     async with open_fleet() as fleet:
@@ -190,6 +201,7 @@ async def test_a_controller_that_stood_still_is_told_that_its_restore_is_gone(
     """COORD-3, CTL-11, HARD-3: the leases have ended before it resumes; it can restore again."""
     async with open_fleet(archive=await committed(), recover=recover) as fleet:
         fleet.channel.slow_replies_s["restore", "tools"] = 2 * GRACE_S
+        fleet.channel.stands_still = True
         with pytest.raises(Failed, match="resume failed at") as caught:
             await fleet.controller.restore(C1, "d", [R0], timeout_s=30)
         assert caught.value.failures.keys() == set(SERVERS)

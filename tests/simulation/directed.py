@@ -180,17 +180,6 @@ DIRECTED: Final[dict[str, Plan]] = {
         ),
         network=NetworkFaults(slow_reader=1.0, until_s=60.0),
     ),
-    "the caller of a restored rollout leaves at once": Plan(
-        seed=1,
-        rollouts=4,
-        checkpoint_at_s=(0.9,),
-        faults=(
-            ALL,
-            Fault(what="checkpoint", after="restored all", steps=1),
-            Fault(what="cut trainer>env", after="resume at env", steps=5),
-        ),
-        repeats_runs=True,
-    ),
     "a result is on its way, to be acknowledged": Plan(
         seed=19,
         rollouts=2,

@@ -33,7 +33,7 @@ ANSWERED: Final = {
     "tools": ("/increment_counter", "/get_counter_value"),
 }
 """Replies that nobody may hear of while a checkpoint is prepared (I2)."""
-CLOSING: Final = ("/close_session", "/v1/agent_sessions/close")
+CLOSING: Final = ("/close_session", "/v1/agent_sessions/close", "/run/ack")
 """Idempotent; freeing what is gone already is no service to a stale attempt."""
 PROMPT_S: Final = 0.1
 """Status and resume are answered within this (CTL-10, CTL-15)."""
@@ -348,25 +348,27 @@ class Oracles:
     def _check_stopped(self, exchange: Exchange, name: str) -> None:
         """A resume was answered: nothing of the checkpoint runs or appears any more (I31)."""
         target = exchange.target
-        seen = self._seen[target]
-        others = seen.unsure | {
-            e.json()["checkpoint_id"]
-            for e in self._open_control.values()
-            if e.target is target and e.operation in ("prepare", "restore")
-        }
-        if seen.hold is None and others <= {name}:
+        if self._seen[target].hold is None and self._asked_to_open(target) <= {name}:
             running = sorted(task for task in target.tasks() if task in JOBS)
             if running:
                 self.fail("I31", f"{target}: {', '.join(running)} runs after {name} was resumed")
         if self.on_resumed is not None:
             self.on_resumed(target.name, name)
 
+    def _asked_to_open(self, target: Process) -> set[str]:
+        """Checkpoint ids that a server may hold although it has not said so."""
+        return self._seen[target].unsure | {
+            e.json()["checkpoint_id"]
+            for e in self._open_control.values()
+            if e.target is target and e.operation in ("prepare", "restore")
+        }
+
     def _check_retired(self, exchange: Exchange, seen: Seen, episodes: Any) -> None:
         """A retirement was answered: nothing of these attempts runs any more (I10)."""
         for episode in episodes:
             attempts = range(episode["attempt"] + 1)
             keys = {EpisodeId(episode["rollout_id"], n).capture_key for n in attempts}
-            if seen.hold is None:
+            if seen.hold is None and not self._asked_to_open(exchange.target):
                 seen.stopped |= keys
             if exchange.target.name == "policy":
                 for call in self._engine.live.values():

@@ -173,6 +173,7 @@ class Trainer:
         journal = self._journal
         if not journal.publications:
             journal.results.clear()
+            journal.not_acknowledged.clear()
             journal.attempts = {r: a + 1 for r, a in journal.attempts.items()}
             former = self._former(())
             while True:

@@ -196,6 +196,7 @@ class World:
                 self.history.note("not started", f"{process} {group.exceptions[0]}")
                 self.history.sometimes["a server could not start"] += 1
                 self._ask(name)
+                process.kill()
 
         process = await self.processes.start(name, main)
         self.oracles.started(process, recover=recover)

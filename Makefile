@@ -5,7 +5,8 @@
 #   make demo      the demo                                (ARGS="--rollouts 4 --seed 7")
 #   make lint      ruff, mypy --strict, import layers
 #   make format    rewrite the sources as `make lint` wants them
-#   make bench     what a checkpoint costs, beside its floors (ARGS="--quick --check")
+#   make bench     what a checkpoint costs, beside its floors (ARGS="--quick --check";
+#                  BENCH=ledger, serving, storage_rates or wire measures those instead)
 #   make bench-transport  what a call between servers costs, beside FastAPI, uvicorn and aiohttp
 #   make simulate  the real servers under simulated faults    (SEEDS=2000)
 #   make spin      the model of the protocol, every state; needs spin and gcc
@@ -57,7 +58,7 @@ format: $(DEV_INSTALLED)
 	$(BIN)/ruff format
 
 bench: $(DEMO_INSTALLED)
-	$(BIN)/python -m bench.checkpoint $(or $(ARGS),--quick)
+	$(BIN)/python -m bench.$(or $(BENCH),checkpoint) $(or $(ARGS),--quick)
 
 bench-transport: $(DEMO_INSTALLED)
 	@$(INSTALL) --editable '.[bench,demo]'

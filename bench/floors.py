@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 from zlib import crc32
@@ -69,14 +69,23 @@ def write_states(path: Path, states: Iterable[tuple[str, object]]) -> None:
     """The same records in the same form by the shortest loop: looked at, JSON, packed, framed with a
     checksum, hashed and written by the megabyte, synced. Nothing else goes on meanwhile."""
     pack = msgpack.Packer().pack
+
+    def packed() -> Iterator[tuple[str, bytes]]:
+        for key, state in states:
+            check_exact(state)
+            yield key, pack({"task_digest": _DIGEST, "boundary": _encode(state).encode()})
+
+    write_records(path, packed())
+
+
+def write_records(path: Path, records: Iterable[tuple[str, bytes]]) -> None:
+    """Packed records: framed with a checksum, hashed and written by the megabyte, synced."""
     digest = hashlib.sha256()
     gathered: list[bytes] = []
     gathered_bytes = 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        for key, state in states:
-            check_exact(state)
-            packed = pack({"task_digest": _DIGEST, "boundary": _encode(state).encode()})
+        for key, packed in records:
             payload = _RECORD_HEAD.pack(len(key), len(packed)) + key.encode() + packed
             checksum = crc32(payload, crc32(_CHECKED.pack(1, _RECORD_TYPE, len(payload))))
             header = _HEADER.pack(b"gy", 1, _RECORD_TYPE, len(payload), checksum)

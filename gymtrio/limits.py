@@ -88,8 +88,8 @@ CONTROL_RETRY_DELAY_S: Final = 0.2
 """Between tries of a control call whose connection was lost; its deadline bounds the tries."""
 
 CONTROL_REPLY_S_MAX: Final = 1.0
-"""A server answers at the deadline of a call at the latest; its answer gets this long to arrive. Without it
-a prepare that ran out of time would look like a server that is silent (CTL-7)."""
+"""A server answers by the deadline of a call; its answer gets this long to arrive. Without
+it a prepare that ran out of time would look like a server that is silent (CTL-7)."""
 
 RENEW_INTERVAL_S_MAX: Final = 10.0
 """A held checkpoint's lease is renewed at least this often."""

@@ -15,7 +15,7 @@ import math
 import types
 from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, Final, Literal, NewType, TypeVar, Union, get_args, get_origin
 
 import attrs
 import cattrs
@@ -110,6 +110,17 @@ def _is_optional(cls: Any) -> bool:
     return len(arguments) == 2 and type(None) in arguments
 
 
+def _taken_as_it_is(cls: Any) -> frozenset[type]:
+    """The types whose values a field of this type takes without a further look; empty: there is none."""
+    if _is_optional(cls):
+        (inner,) = (argument for argument in get_args(cls) if argument is not type(None))
+        taken = _taken_as_it_is(inner)
+        return taken | {type(None)} if taken else taken
+    while isinstance(cls, NewType):
+        cls = cls.__supertype__
+    return frozenset({cls}) if cls in _EXACT else frozenset()
+
+
 def build_converter() -> cattrs.Converter:
     """Make a converter with our hooks; each user may register unions of its own on it."""
     converter = cattrs.Converter(forbid_extra_keys=True, detailed_validation=True)
@@ -125,13 +136,18 @@ def build_converter() -> cattrs.Converter:
         except _FAULTS as error:
             raise _At(step, error) from error
 
-    def enum_hook(value: object, cls: Any) -> object:
-        names = [member.value for member in cls]
-        if type(value) is not str or value not in names:
-            raise _Unfit(f"expected one of {', '.join(map(repr, names))}, got {describe(value)}")
-        return cls(value)
+    def enum_factory(cls: Any) -> Callable[[object, object], object]:
+        members = {member.value: member for member in cls}
 
-    converter.register_structure_hook_func(_is_enum, enum_hook)
+        def hook(value: object, _: object) -> object:
+            if type(value) is not str or value not in members:
+                known = ", ".join(map(repr, members))
+                raise _Unfit(f"expected one of {known}, got {describe(value)}")
+            return members[value]
+
+        return hook
+
+    converter.register_structure_hook_factory(_is_enum, enum_factory)
 
     def literal_hook(value: object, cls: Any) -> object:
         known = get_args(cls)
@@ -205,6 +221,8 @@ def build_converter() -> cattrs.Converter:
         fields = {field.alias: field for field in attrs.fields(cls) if field.init}
         types = {name: field.type or object for name, field in fields.items()}
         required = [name for name, field in fields.items() if field.default is attrs.NOTHING]
+        # Most fields are looked at by type alone, and calling a hook for each would be most of the cost.
+        plain = {name: taken for name in types if (taken := _taken_as_it_is(types[name]))}
         # Found at the first value: a class may contain itself.
         hooks: dict[str, Callable[[Any, Any], Any]] = {}
 
@@ -215,6 +233,9 @@ def build_converter() -> cattrs.Converter:
                 hooks.update((name, converter.get_structure_hook(types[name])) for name in types)
             made: dict[str, object] = {}
             for key, item in value.items():
+                if key in plain and type(item) in plain[key]:
+                    made[key] = item
+                    continue
                 if not isinstance(key, str) or key not in fields:
                     shown = str(key)[:_KEY_SHOWN_MAX]
                     raise _At(

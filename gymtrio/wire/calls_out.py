@@ -11,6 +11,7 @@ import trio
 
 from gymtrio.errors import GymtrioError, TransportError
 from gymtrio.wire.bodies import BodyReader
+from gymtrio.wire.errors import CallTimedOut
 
 if TYPE_CHECKING:
     from gymtrio.wire.channel import Channel
@@ -87,6 +88,32 @@ class WholeCall:
     def _abort(self, raise_cancel: Any) -> trio.lowlevel.Abort:
         self._channel.leave(self._call_id)
         return trio.lowlevel.Abort.SUCCEEDED
+
+
+async def ask(
+    channel: Channel,
+    kind: str,
+    head: bytes,
+    body: bytes,
+    control: bool,
+    deadline: float | None,
+    on_reply: OnReply | None,
+) -> WholeReply:
+    """See `Channel.request`."""
+    if deadline is None or (deadline > trio.current_time() and not channel.dialogue.is_congested):
+        # The call is queued without waiting, so that only the wait for its reply need be timed.
+        call_id = await channel.start_call(kind, head, body, control, deadline)
+        call = WholeCall(channel, call_id, on_reply)
+        channel.own(call_id, call)
+        if deadline is not None:
+            channel.deadlines.add(deadline, call_id)
+        return await call.wait()
+    with trio.CancelScope(deadline=deadline):
+        call_id = await channel.start_call(kind, head, body, control, deadline)
+        call = WholeCall(channel, call_id, on_reply)
+        channel.own(call_id, call)
+        return await call.wait()
+    raise CallTimedOut(f"{channel.peer.name}: no answer to {kind} by the deadline")
 
 
 class OpenCall:

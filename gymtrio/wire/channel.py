@@ -27,7 +27,7 @@ from gymtrio.errors import Refusal
 from gymtrio.settings import Secret
 from gymtrio.wire.bounds import ChannelLimits
 from gymtrio.wire.calls_in import IncomingCall
-from gymtrio.wire.calls_out import OnReply, OpenCall, Waiting, WholeCall, WholeReply
+from gymtrio.wire.calls_out import OnReply, OpenCall, Waiting, WholeReply, ask
 from gymtrio.wire.deadlines import Deadlines
 from gymtrio.wire.dialogue import CLOSED, Dialogue
 from gymtrio.wire.errors import CallTimedOut, ChannelLost, ChannelRefused
@@ -100,8 +100,8 @@ class Channel:
         self._inline = inline
         self._posted = posted
         self._ours: dict[int, Waiting] = {}
-        self._deadlines = Deadlines(self._ours)
-        self._alarm = trio.CancelScope()
+        self.deadlines: Final = Deadlines(self._ours, self._end_overdue)
+        """For the calls of this channel only."""
         self._theirs: dict[int, IncomingCall] = {}
         """Calls with a handler's task, or kept by an `Inline` to be answered later."""
         self._writer: trio.lowlevel.Task | None = None
@@ -137,18 +137,7 @@ class Channel:
 
         Cancelled: the peer is told, and cancels its handler.
         """
-        if deadline is None or (deadline > trio.current_time() and not self.dialogue.is_congested):
-            # Does not wait now, so that the deadline need be looked at only later.
-            call_id = await self.start_call(kind, head, body, control, deadline)
-            call = self._ours[call_id] = WholeCall(self, call_id, on_reply)
-            if deadline is not None:
-                self._set_alarm(deadline, call_id)
-            return await call.wait()
-        with trio.CancelScope(deadline=deadline):
-            call_id = await self.start_call(kind, head, body, control, deadline)
-            call = self._ours[call_id] = WholeCall(self, call_id, on_reply)
-            return await call.wait()
-        raise CallTimedOut(f"{self.peer.name}: no answer to {kind} by the deadline")
+        return await ask(self, kind, head, body, control, deadline, on_reply)
 
     def exchange(
         self,
@@ -203,6 +192,11 @@ class Channel:
         """Say who is told what becomes of a call; in the same instant as `start_call` returns."""
         self._ours[call_id] = call
 
+    def _end_overdue(self, call_id: int) -> None:
+        call = self._ours[call_id]
+        self.leave(call_id)
+        call.failed(CallTimedOut(f"{self.peer.name}: no answer by the deadline"))
+
     def leave(self, call_id: int) -> None:
         """Nobody waits for a call any more."""
         if self._ours.pop(call_id, None) is not None:
@@ -236,7 +230,7 @@ class Channel:
                     self._nursery.start_soon(self._read, events)
                     self._nursery.start_soon(self._write)
                     self._nursery.start_soon(self._watch)
-                    self._nursery.start_soon(self._end_overdue)
+                    self._nursery.start_soon(self.deadlines.run)
         finally:
             await self._hang_up()
 
@@ -292,20 +286,6 @@ class Channel:
 
         self._writer = trio.lowlevel.current_task()
         await trio.lowlevel.wait_task_rescheduled(abort)
-
-    def _set_alarm(self, deadline: float, call_id: int) -> None:
-        self._deadlines.add(deadline, call_id)
-        if deadline < self._alarm.deadline:
-            self._alarm.deadline = deadline
-
-    async def _end_overdue(self) -> None:
-        while True:
-            with trio.CancelScope(deadline=self._deadlines.next) as self._alarm:
-                await trio.sleep_forever()
-            for call_id in self._deadlines.due(trio.current_time()):
-                call = self._ours[call_id]
-                self.leave(call_id)
-                call.failed(CallTimedOut(f"{self.peer.name}: no answer by the deadline"))
 
     async def _watch(self) -> None:
         number, silent_s = 0, 0.0

@@ -1,14 +1,16 @@
 """When calls end that nobody answers: many deadlines, of which hardly any ever comes.
 
-A cancel scope for each would cost more than sending the call. No clock here.
+A cancel scope for each would cost more than sending the call.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Container, Sized
+from collections.abc import Callable, Container, Sized
 from typing import Final, Protocol
+
+import trio
 
 KEPT_MIN: Final = 1024
 """So many of calls that ended may be kept before the heap is cleaned for the first time."""
@@ -23,11 +25,14 @@ class Deadlines:
 
     Args:
         calls: those that are open; the deadlines of others are forgotten in time.
+        end: called for an open call whose deadline has passed.
     """
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: Calls, end: Callable[[int], None]) -> None:
         self._calls = calls
+        self._end = end
         self._heap: list[tuple[float, int]] = []
+        self._alarm = trio.CancelScope()
 
     @property
     def next(self) -> float:
@@ -40,12 +45,18 @@ class Deadlines:
             heap[:] = [item for item in heap if item[1] in self._calls]
             heapq.heapify(heap)
         heapq.heappush(heap, (deadline, call_id))
+        if deadline < self._alarm.deadline:
+            self._alarm.deadline = deadline
 
-    def due(self, now: float) -> list[int]:
-        """Take those that have passed; of calls that are open."""
-        found = []
-        while self._heap and self._heap[0][0] <= now:
+    async def run(self) -> None:
+        """End calls as their deadlines pass, until cancelled."""
+        while True:
+            with trio.CancelScope(deadline=self.next) as self._alarm:
+                await trio.sleep_forever()
+            self.end_due(trio.current_time())
+
+    def end_due(self, now: float) -> None:
+        while self.next <= now:
             call_id = heapq.heappop(self._heap)[1]
             if call_id in self._calls:
-                found.append(call_id)
-        return found
+                self._end(call_id)

@@ -51,7 +51,7 @@ async def test_a_stage_that_is_not_ready_stops_the_prepare_and_says_why(
 
 
 async def test_an_answer_given_at_the_deadline_is_heard(autojump_clock: MockClock) -> None:
-    """CTL-7, COORD-6: what blocks is told; a server that has run out of time is not taken for silent."""
+    """CTL-7, COORD-6: what blocks is told; a server that ran out of time is not taken for silent."""
     async with open_fleet() as fleet:
         fleet.participants["agent"].running.add(R0)
         fleet.channel.slow_replies_s["prepare", "agent"] = 0.3

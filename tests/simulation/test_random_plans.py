@@ -16,7 +16,7 @@ import pytest
 from tests.simulation.plans import random_plan
 from tests.simulation.world import run
 
-SEEDS: Final = int(os.environ.get("GYMTRIO_SIM_SEEDS") or 48)
+SEEDS: Final = int(os.environ.get("GYMTRIO_SIM_SEEDS") or 36)
 FROM: Final = int(os.environ.get("GYMTRIO_SIM_FROM") or 0)
 BLOCK: Final = 12
 ENOUGH_FOR_RARE: Final = 400

@@ -112,19 +112,21 @@ class BookedParticipant(ParticipantBase):
 
 
 class StagingKeys:
-    """Every token-store key that a checkpoint refers to (I17)."""
+    """Every token-store key that a checkpoint refers to (I17), each once, in the order of the episodes:
+    to sort those of all in one stretch would hold the loop."""
 
     def __init__(self) -> None:
         self._by_episode: dict[str, list[StagingKey]] = {}
+        self._every: dict[StagingKey, None] = {}
 
     def add(self, key: CaptureKey, staging_keys: Iterable[StagingKey]) -> None:
         if found := sorted(set(staging_keys)):
             self._by_episode[key] = found
+            self._every.update(dict.fromkeys(found))
 
     def reply_fields(self) -> dict[str, object]:
         """What the commit reply adds."""
-        every = {key for keys in self._by_episode.values() for key in keys}
-        return {"staging_keys": sorted(every), "staging_keys_by_episode": self._by_episode}
+        return {"staging_keys": [*self._every], "staging_keys_by_episode": self._by_episode}
 
 
 def engine_field(engine: EngineDescription | None) -> dict[str, object]:

@@ -36,6 +36,7 @@ from bench.load import (
     Throughput,
 )
 
+KEEP_ALIVE_S: Final = 75
 BACKLOG: Final = 4096
 """As ours, so that neither loses time to connections that are tried again."""
 
@@ -117,7 +118,9 @@ def serve(*, beats: bool) -> None:
     """Serve on a free port until killed."""
     app = make_app(beats=beats)
     quiet = {"log_level": "warning", "access_log": False}
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, backlog=BACKLOG, **quiet)
+    config = uvicorn.Config(
+        app, host="127.0.0.1", port=0, backlog=BACKLOG, timeout_keep_alive=KEEP_ALIVE_S, **quiet
+    )
     _Server(config).run()
 
 

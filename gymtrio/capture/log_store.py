@@ -190,7 +190,8 @@ class LogTokenStore:
                 while not put.done:
                     await self._commit()
         finally:
-            if not put.done:
+            # Once it is being written, another call of this has taken it out.
+            if not put.done and put in self._waiting:
                 self._waiting.remove(put)
         if put.error is not None:
             raise put.error

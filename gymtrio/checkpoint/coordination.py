@@ -211,7 +211,11 @@ class Controller:
             replies = await self._send("prepare", stage, request, deadline, PrepareReply)
             reports |= {server: reply.report for server, reply in replies.items()}
             incarnations |= {server: reply.incarnation for server, reply in replies.items()}
-            if any(reply.phase != Phase.PREPARED.value for reply in replies.values()):
+            # Asked again, one that has prepared says so, also when it has lost a worker since.
+            if not all(
+                reply.phase == Phase.PREPARED.value and reply.report.ready
+                for reply in replies.values()
+            ):
                 return Prepared(False, reports, incarnations)
         return Prepared(True, reports, incarnations)
 

@@ -45,10 +45,14 @@ class Fences:
             if self._refused[episode_id.rollout_id] == episode_id.attempt:
                 self._executions[episode_id.rollout_id] = (episode_id.attempt + 1, epoch)
 
-    def epoch_of(self, episode_id: EpisodeId) -> str | None:
-        """The epoch of this attempt's current execution, or None: no restore gave it one."""
+    def epoch_of(self, episode_id: EpisodeId, otherwise: str | None = None) -> str | None:
+        """The epoch of this attempt's current execution; None: the restore that made it gave none.
+
+        Args:
+            otherwise: that of an attempt which no restore made here.
+        """
         attempt, epoch = self._executions.get(episode_id.rollout_id, (None, None))
-        return epoch if attempt == episode_id.attempt else None
+        return epoch if attempt == episode_id.attempt else otherwise
 
     def is_stale(self, episode_id: EpisodeId) -> bool:
         return episode_id.attempt <= self._refused.get(episode_id.rollout_id, -1)

@@ -8,6 +8,8 @@
   it would only block. It is owed until resume, and then owned by the participant.
 - V4 Once an episode has concluded, its result is in every checkpoint until its caller has it (HARD-9):
   as its last boundary while it is parked there, then as a kept result (`results.py`).
+- V6 An attempt that did something and ended without a result is refused from then on: run again, it
+  would begin at its input, and do once more what was done (I5, I7).
 - V5 The execution of a replacement attempt is that of its last restore: `epoch_of` is asked in the
   instant of admission, and every call made on its behalf carries it (HARD-11).
 """
@@ -177,6 +179,8 @@ class EnvironmentParticipant(ParticipantBase):
             elif concluded is not None:
                 result.outcome = concluded.value
                 self.results.sent(self.results.keep(result), False)
+            elif not unused:
+                self.admission.refuse([episode_id])
             raise
         except StaleAttempt:
             # Retired: nobody waits for what it answers.
@@ -184,7 +188,9 @@ class EnvironmentParticipant(ParticipantBase):
         except Exception as error:
             if timed_out is not None and isinstance(error, EpisodeTimedOut):
                 return timed_out(error)
-            if claimed is not None and untouched:
+            if not untouched:
+                self.admission.refuse([episode_id])
+            elif claimed is not None:
                 # From its input it would do again what was done before (I5).
                 self.restored.give_back(episode_id, claimed)
             self._deliveries.ended(episode_id, key)
@@ -192,9 +198,13 @@ class EnvironmentParticipant(ParticipantBase):
         finally:
             del self._digests[key]
 
-    def epoch_of(self, episode_id: EpisodeId) -> str | None:
-        """Which execution this attempt is, for the calls that are made on its behalf (HARD-11)."""
-        return self.admission.fences.epoch_of(episode_id)
+    def epoch_of(self, episode_id: EpisodeId, otherwise: str | None = None) -> str | None:
+        """Which execution this attempt is, for the calls that are made on its behalf (HARD-11).
+
+        Args:
+            otherwise: that of an attempt which no restore made.
+        """
+        return self.admission.fences.epoch_of(episode_id, otherwise)
 
     async def conclude(self, episode: Episode, outcome: object) -> None:
         """Record what an episode answers as its last boundary, before it cleans up.

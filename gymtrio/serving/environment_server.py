@@ -57,6 +57,10 @@ def _positive(instance: object, attribute: attrs.Attribute[Any], value: float | 
         raise ValueError(f"{attribute.name} must be more than 0 seconds, got {value}")
 
 
+FIRST_EPOCH_BYTES: Final = 8
+"""Of randomness in `EnvironmentServer.first_epoch`."""
+
+
 @attrs.frozen(kw_only=True)
 class EnvironmentSettings:
     """What every environment server can be told."""
@@ -162,6 +166,8 @@ class EnvironmentServer:
 
     Args:
         participant: None: checkpointing is off.
+        first_epoch: names the executions of attempts that no restore made; another one in every process.
+            A restore may make an attempt of the same number again, and is told apart by it (HARD-11).
     """
 
     def __init__(
@@ -169,8 +175,11 @@ class EnvironmentServer:
         protocol: EpisodeProtocol,
         settings: EnvironmentSettings,
         participant: EnvironmentParticipant | None,
+        *,
+        first_epoch: str,
     ) -> None:
         self.participant = participant
+        self._first_epoch = first_epoch
         self._protocol = protocol
         self._settings = settings
 
@@ -215,7 +224,8 @@ class EnvironmentServer:
     ) -> Response:
         async def body(episode: Episode) -> dict[str, object]:
             # Asked in the instant of admission; a caller need not know it.
-            epoch = participant.epoch_of(run.episode_id) or context.epoch
+            first = context.epoch or self._first_epoch
+            epoch = participant.epoch_of(run.episode_id, first)
             acting = attrs.evolve(context, epoch=epoch)
             with rollout_context(acting):
                 return await self._episode(

@@ -22,7 +22,7 @@ from gymtrio.serving.http import ClientGone, Headers, internal_error
 from gymtrio.settings import Secret
 from gymtrio.strict import MalformedValue
 from gymtrio.wire.calls_in import IncomingCall
-from gymtrio.wire.channel import open_channel
+from gymtrio.wire.channel import Channel, open_channel
 from gymtrio.wire.errors import ChannelLost
 from gymtrio.wire.listening import serve_channels
 from gymtrio.wire.messages import Hello
@@ -52,6 +52,7 @@ class FramesServer:
         self._handlers: dict[str, CallHandler] = {**(calls or {}), KIND: partial(serve_call, app)}
         self.calls_running = 0
         self._idle = trio.lowlevel.ParkingLot()
+        self._channels: set[Channel] = set()
 
     async def serve(
         self,
@@ -81,7 +82,11 @@ class FramesServer:
                 token_required=token_required,
                 uid=peer_uid(stream),
             ) as channel:
-                await channel.closed.wait()
+                self._channels.add(channel)
+                try:
+                    await channel.closed.wait()
+                finally:
+                    self._channels.discard(channel)
 
         await serve_channels(listener, serve, task_status=task_status)
 
@@ -102,6 +107,12 @@ class FramesServer:
         """Return when no call is being served."""
         while self.calls_running:
             await self._idle.park()
+
+    async def flush(self) -> None:
+        """Return when the answers that were given have left, or do not for too long (SRV-2)."""
+        async with trio.open_nursery() as nursery:
+            for channel in self._channels:
+                nursery.start_soon(channel.flush)
 
 
 async def serve_call(app: AsgiApp, call: IncomingCall) -> None:

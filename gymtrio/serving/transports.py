@@ -69,7 +69,9 @@ async def open_frames_server(
         HostError: it cannot listen there.
         SettingsError: it is to listen for other hosts, and there is no token to tell them by.
 
-    Cancelled: as when the block is left: connections are closed, handlers are cancelled.
+    When the block is left, what was answered leaves first; connections are closed, handlers cancelled.
+
+    Cancelled: the same, without waiting for answers to leave.
     """
     server = FramesServer(app, _hello(name, randomness), calls)
     token = deployment.checkpoint.control_auth_token
@@ -88,6 +90,7 @@ async def open_frames_server(
             remote = await stack.enter_async_context(open_tcp_listener(bind.host, bind.port))
             await nursery.start(server.serve, remote, token)
         yield server
+        await server.flush()
 
 
 def _hello(name: str, randomness: Randomness | None) -> Hello:

@@ -18,6 +18,10 @@ BATCH_BYTES_MAX: Final = 256 * 2**10
 FRAME_ROOM_BYTES: Final = 4096
 """Of a frame beside its head, body or chunk: ids, kind, lengths."""
 
+SMALL_ANSWER_BYTES_MAX: Final = 1024
+"""A body up to this goes within the frame of its reply however much is queued: one for each call that
+may be open is no more than `outgoing_bytes_max`."""
+
 
 def _positive(instance: object, attribute: attrs.Attribute[Any], value: float) -> None:
     if not value > 0:
@@ -37,7 +41,9 @@ class ChannelLimits:
     head_bytes_max: int = attrs.field(default=256 * 2**10, validator=_positive)
     """Twice what our HTTP takes as head, with room for encoding."""
     body_inline_bytes_max: int = attrs.field(default=64 * 2**10, validator=_positive)
-    """A body up to this goes within the frame of its call or reply; a larger one in chunks."""
+    """A body up to this goes within the frame of its call or reply; a larger one in chunks. So does an
+    answer while more than `outgoing_bytes_max` is queued: thousands that are held and let go at once
+    are no sign of a peer that does not read."""
     window_bytes: int = attrs.field(default=2**20, validator=_positive)
     """Of each body, how much a peer may send ahead of what was read: a local round trip is hidden
     with a tenth of it."""

@@ -154,6 +154,8 @@ class IncomingCall:
         """Send a piece of the body; waits while the caller, or the connection, does not take it.
 
         Returns also when nobody wants it any more (the handler is being cancelled then).
+
+        Cancelled: once it waits, the piece leaves all the same.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         body = self._channel.dialogue.send(self.call_id, chunk)
@@ -163,7 +165,10 @@ class IncomingCall:
         assert body.on_room is None, "two tasks send one body"
         room = trio.Event()
         body.on_room = room.set
-        await room.wait()
+        try:
+            await room.wait()
+        finally:
+            body.on_room = None
 
     async def finish(self, *, on_done: Mark | None = None) -> None:
         """The body is whole; does not wait until it has left.

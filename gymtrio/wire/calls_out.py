@@ -85,6 +85,11 @@ class WholeCall:
     def failed(self, error: GymtrioError) -> None:
         trio.lowlevel.reschedule(self._task, outcome.Error(error))
 
+    def overdue(self) -> None:
+        """Its deadline has passed."""
+        self._channel.leave(self._call_id)
+        self.failed(CallTimedOut(f"{self._channel.peer.name}: no answer by the deadline"))
+
     def _abort(self, raise_cancel: Any) -> trio.lowlevel.Abort:
         self._channel.leave(self._call_id)
         return trio.lowlevel.Abort.SUCCEEDED
@@ -106,7 +111,7 @@ async def ask(
         call = WholeCall(channel, call_id, on_reply)
         channel.own(call_id, call)
         if deadline is not None:
-            channel.deadlines.add(deadline, call_id)
+            channel.deadlines.add(deadline, call_id, call.overdue)
         return await call.wait()
     with trio.CancelScope(deadline=deadline):
         call_id = await channel.start_call(kind, head, body, control, deadline)

@@ -30,7 +30,7 @@ from gymtrio.wire.calls_in import IncomingCall
 from gymtrio.wire.calls_out import OnReply, OpenCall, Waiting, WholeReply, ask
 from gymtrio.wire.deadlines import Deadlines
 from gymtrio.wire.dialogue import CLOSED, Dialogue
-from gymtrio.wire.errors import CallTimedOut, ChannelLost, ChannelRefused
+from gymtrio.wire.errors import ChannelLost, ChannelRefused, shown
 from gymtrio.wire.events import (
     BodyReceived,
     CallCancelled,
@@ -100,7 +100,7 @@ class Channel:
         self._inline = inline
         self._posted = posted
         self._ours: dict[int, Waiting] = {}
-        self.deadlines: Final = Deadlines(self._ours, self._end_overdue)
+        self.deadlines: Final = Deadlines(self._ours)
         """For the calls of this channel only."""
         self._theirs: dict[int, IncomingCall] = {}
         """Calls with a handler's task, or kept by an `Inline` to be answered later."""
@@ -191,11 +191,6 @@ class Channel:
     def own(self, call_id: int, call: Waiting) -> None:
         """Say who is told what becomes of a call; in the same instant as `start_call` returns."""
         self._ours[call_id] = call
-
-    def _end_overdue(self, call_id: int) -> None:
-        call = self._ours[call_id]
-        self.leave(call_id)
-        call.failed(CallTimedOut(f"{self.peer.name}: no answer by the deadline"))
 
     def leave(self, call_id: int) -> None:
         """Nobody waits for a call any more."""
@@ -391,7 +386,7 @@ class Channel:
             _log.exception("error in the handler of the post %r", event.kind)
 
     def _on_ended(self, event: Ended) -> None:
-        why = f"{event.code}: {_shown(event.detail)}"
+        why = f"{event.code}: {shown(event.detail)}"
         if event.code != CLOSED:
             _log.warning("the connection to %s ended: %s", self.peer.name, why)
         self._note_end(why)
@@ -418,9 +413,7 @@ class Channel:
             return
         self.why = why
         self.closed.set()
-        ours = list(self._ours.values())
-        self._ours.clear()
-        for waiting in ours:
+        for waiting in [self._ours.pop(call_id) for call_id in list(self._ours)]:
             waiting.failed(ChannelLost(self._lost()))
         for call in list(self._theirs.values()):
             call.lost(ChannelLost(self._lost()))
@@ -443,11 +436,22 @@ class Channel:
         if not self.closed.is_set():
             self.dialogue.say_goodbye(CLOSED, "")
             self._note_end(f"{CLOSED}: by this side")
-        if not self._is_sending:
-            with trio.move_on_after(GOODBYE_S, shield=True):
-                await _send(self._stream, self.dialogue)
+        if not self._is_sending and self.dialogue.has_data_to_send:
+            await self._send_last()
         self.dialogue.drop()
         await trio.aclose_forcefully(self._stream)
+
+    async def _send_last(self) -> None:
+        data, marks = self.dialogue.data_to_send()
+        is_sent = False
+        try:
+            with trio.move_on_after(GOODBYE_S, shield=True):
+                await self._stream.send_all(data)
+                is_sent = True
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass
+        for mark in marks:
+            mark(is_sent)
 
 
 _DISPATCH: Final[dict[type, Callable[[Channel, Any], None]]] = {
@@ -532,7 +536,7 @@ async def _shake_hands(
             return events
         ended = events[0]
         await _send(stream, dialogue)
-        raise ChannelLost(f"no handshake: {ended.code}: {_shown(ended.detail)}")
+        raise ChannelLost(f"no handshake: {ended.code}: {shown(ended.detail)}")
     raise ChannelLost(f"no handshake within {limits.handshake_timeout_s:g} s")
 
 
@@ -542,8 +546,3 @@ async def _send(stream: trio.abc.Stream, dialogue: Dialogue) -> None:
             await stream.send_all(dialogue.data_to_send().data)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             pass
-
-
-def _shown(text: str) -> str:
-    """A text of the peer, fit for a log (I36)."""
-    return text.encode("unicode_escape").decode("ascii")

@@ -25,13 +25,11 @@ class Deadlines:
 
     Args:
         calls: those that are open; the deadlines of others are forgotten in time.
-        end: called for an open call whose deadline has passed.
     """
 
-    def __init__(self, calls: Calls, end: Callable[[int], None]) -> None:
+    def __init__(self, calls: Calls) -> None:
         self._calls = calls
-        self._end = end
-        self._heap: list[tuple[float, int]] = []
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._alarm = trio.CancelScope()
 
     @property
@@ -39,12 +37,17 @@ class Deadlines:
         """The earliest, perhaps of a call that has ended; infinity: there is none."""
         return self._heap[0][0] if self._heap else math.inf
 
-    def add(self, deadline: float, call_id: int) -> None:
+    def add(self, deadline: float, call_id: int, end: Callable[[], None]) -> None:
+        """
+        Args:
+            call_id: never one that was here before.
+            end: called when the deadline passes while the call is open.
+        """
         heap = self._heap
         if len(heap) > KEPT_MIN + 2 * len(self._calls):
             heap[:] = [item for item in heap if item[1] in self._calls]
             heapq.heapify(heap)
-        heapq.heappush(heap, (deadline, call_id))
+        heapq.heappush(heap, (deadline, call_id, end))
         if deadline < self._alarm.deadline:
             self._alarm.deadline = deadline
 
@@ -57,6 +60,6 @@ class Deadlines:
 
     def end_due(self, now: float) -> None:
         while self.next <= now:
-            call_id = heapq.heappop(self._heap)[1]
+            _, call_id, end = heapq.heappop(self._heap)
             if call_id in self._calls:
-                self._end(call_id)
+                end()

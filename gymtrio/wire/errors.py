@@ -32,3 +32,8 @@ class CallTimedOut(TransportError):
 
 class ChannelRefused(PeerRefused):
     """The peer answered a call with an error."""
+
+
+def shown(text: str) -> str:
+    """A text of the peer, fit for a log (I36)."""
+    return text.encode("unicode_escape").decode("ascii")

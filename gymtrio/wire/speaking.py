@@ -9,7 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from gymtrio.wire.bounds import BATCH_BYTES_MAX, FRAME_ROOM_BYTES, ChannelLimits
+from gymtrio.wire.bounds import (
+    BATCH_BYTES_MAX,
+    FRAME_ROOM_BYTES,
+    SMALL_ANSWER_BYTES_MAX,
+    ChannelLimits,
+)
 from gymtrio.wire.errors import ChannelFull, ChannelLost
 from gymtrio.wire.messages import (
     CODE_CHARACTERS_MAX,
@@ -206,7 +211,9 @@ class Speaking:
             self._refuse_reply(call_id, len(head))
             if mark is not None:
                 mark(False)
-        elif self._is_inline(head, body):
+        elif self._is_inline(head, body) and (
+            len(body) <= SMALL_ANSWER_BYTES_MAX or not self.is_congested
+        ):
             self._lane(call_id).put(encode(Type.REPLY, (call_id, head, body)), mark)
             self._forget_theirs(call_id)
         else:

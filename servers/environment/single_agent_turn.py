@@ -31,6 +31,7 @@ from gymtrio.ports import Randomness
 from gymtrio.serving.app import ServerApp
 from gymtrio.serving.client import Reply, ServerClient
 from gymtrio.serving.environment_server import (
+    FIRST_EPOCH_BYTES,
     EnvironmentServer,
     EnvironmentSettings,
     EpisodeRun,
@@ -360,7 +361,9 @@ async def open_single_agent_turn(
         turn = begin(host.randomness) if run.steps.continuation is None else _continued(run)
         return await TurnRunner(host.client, servers, run, turn).run()
 
-    server = EnvironmentServer(protocol, host.settings, participant)
+    server = EnvironmentServer(
+        protocol, host.settings, participant, first_epoch=host.randomness.hex(FIRST_EPOCH_BYTES)
+    )
     yield Service(routes=server.routes, participant=participant)
 
 

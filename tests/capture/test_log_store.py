@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -74,6 +76,45 @@ async def test_puts_that_come_together_share_a_sync(tmp_path: Path, calls: dict[
             for number in range(puts):
                 nursery.start_soon(store.put, (record(f"k{number}"),))
         assert calls["fdatasync"] <= 3
+
+
+async def test_a_put_that_another_one_writes_may_be_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUT-7: as the deadline of a round does; it is written all the same."""
+    writing, go_on = threading.Event(), threading.Event()
+    real = os.fdatasync
+
+    def sync(descriptor: int) -> None:
+        writing.set()
+        assert go_on.wait(10)
+        go_on.clear()
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fdatasync", sync)
+    async with open_store(tmp_path) as store, trio.open_nursery() as nursery:
+        for names in (("first",), ("second", "third")):
+            for name in names:
+                scope = trio.CancelScope()
+                nursery.start_soon(_put_within, scope, store, name)
+                await trio.testing.wait_all_tasks_blocked()
+            if names == ("first",):
+                await trio.to_thread.run_sync(writing.wait)
+                writing.clear()
+        go_on.set()
+        await trio.to_thread.run_sync(writing.wait)
+        scope.cancel()
+        await trio.testing.wait_all_tasks_blocked()
+        assert scope.cancelled_caught
+        go_on.set()
+    assert await _readable(tmp_path, "first", "second", "third") == dict.fromkeys(
+        ("first", "second", "third"), "whole"
+    )
+
+
+async def _put_within(scope: trio.CancelScope, store: LogTokenStore, name: str) -> None:
+    with scope:
+        await store.put((record(name),))
 
 
 async def test_an_incarnation_has_segments_of_its_own(tmp_path: Path) -> None:

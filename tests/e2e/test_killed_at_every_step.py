@@ -31,12 +31,7 @@ from gymtrio.ids import CheckpointId, EpisodeId, RolloutId
 from gymtrio.ports import HostRandomness
 from gymtrio.serving.client import ServerClient
 from gymtrio.serving.controller import open_controller
-from gymtrio.serving.deployment import (
-    Deployment,
-    DeploymentDirectory,
-    load_deployment,
-    parse_deployment,
-)
+from gymtrio.serving.deployment import DeploymentDirectory, load_deployment, parse_deployment
 from gymtrio.serving.http import Request, Response, json_response
 from gymtrio.serving.ledger_route import LEDGER_ROUTE
 from gymtrio.serving.pool import open_pool
@@ -128,9 +123,10 @@ class Saved:
 class Story:
     """The lives of one deployment."""
 
-    def __init__(self, forks: Forks, deployment: Deployment, root: Path, engine: Engine) -> None:
+    def __init__(self, forks: Forks, file: Path, root: Path, engine: Engine) -> None:
         self.forks = forks
-        self.deployment = deployment
+        self.deployment = load_deployment(file)
+        self._file = file
         self.engine = engine
         self.saved: Saved | None = None
         self._root = root
@@ -146,7 +142,7 @@ class Story:
         """Four new processes; in the end none of them runs."""
         starts = {server: changes_max if server == victim else None for server in APPS}
         async with (
-            self.forks.start(starts) as forked,
+            self.forks.start(self._file, starts) as forked,
             open_controller(self.deployment) as controller,
             open_pool(self.deployment.client) as pool,
             trio.open_nursery() as nursery,
@@ -313,8 +309,8 @@ async def open_story(directory: Path) -> AsyncIterator[Story]:
                 }
             )
             file = write_resolved(deployment, directory)
-            with open_forks(file, APPS) as forks:
-                yield Story(forks, load_deployment(file), root, engine)
+            with open_forks(directory / "forks.log", APPS.values()) as forks:
+                yield Story(forks, file, root, engine)
 
 
 def kinds_in(directory: Path) -> set[str]:

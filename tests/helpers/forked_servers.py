@@ -2,14 +2,16 @@
 
 A crash at every step needs hundreds of processes; starting an interpreter for each would take most of a
 test's time. Each is a real server otherwise: a process and process group of its own, with sockets and
-files of its own, that dies with its parent.
+files of its own, that dies with its parent. A server with several workers is its coordinator and they,
+in one group, as `gymtrio coordinate` has them: nobody replaces one.
 
-`python -m tests.helpers.forked_servers FILE APP...` reads lines of JSON from its standard input, a
-`Start` each, and answers each with the number of the process that it has forked.
+`python -m tests.helpers.forked_servers APP...` reads lines of JSON from its standard input, a `Start`
+each, and answers each with the numbers of the processes that it has forked.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -17,7 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -28,12 +30,16 @@ import trio
 
 from gymtrio.context import AsgiApp, Receive, Scope, Send
 from gymtrio.serving.app import ServerApp, open_asgi
+from gymtrio.serving.coordinator import open_coordinator, state_dir_of
 from gymtrio.serving.deployment import Deployment, load_deployment, parse_bind
 from gymtrio.serving.host import HostPorts
 from gymtrio.serving.launch import bind_socket, die_with_parent, load_app, run_server
 from gymtrio.serving.logs import configure_logging
+from gymtrio.serving.transports import open_frames_server
+from gymtrio.serving.workers import COORDINATOR_VARIABLE, WORKER_VARIABLE, worker_count
 from gymtrio.storage.disk import ThreadDisk
 from gymtrio.strict import structure, unstructure
+from gymtrio.wire.unix import lasting_directory
 from tests.helpers.deadly_files import DeadlyFiles
 
 _DIED: Final = "dies of change"
@@ -43,6 +49,8 @@ _DIED: Final = "dies of change"
 class Start:
     """What the forking process is told."""
 
+    deployment: str
+    """The file of a resolved one."""
     server: str
     changes_max: int | None = None
     """See `DeadlyFiles`."""
@@ -53,22 +61,31 @@ class Start:
 
 @attrs.frozen
 class Forked:
-    """One server's process."""
+    """One server's process group."""
 
     server: str
-    pid: int
-    _pidfd: int
+    pids: tuple[int, ...]
+    """The first one leads the group."""
+    _pidfds: tuple[int, ...]
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            # Not by a number that somebody else may have by now.
+            signal.pidfd_send_signal(self._pidfds[0], 0)
+            os.killpg(self.pids[0], signal.SIGKILL)
 
     async def wait_gone(self) -> None:
-        await trio.lowlevel.wait_readable(self._pidfd)
+        for pidfd in self._pidfds:
+            await trio.lowlevel.wait_readable(pidfd)
+
+    def close(self) -> None:
+        for pidfd in self._pidfds:
+            trio.lowlevel.notify_closing(pidfd)
+            os.close(pidfd)
 
 
 class Forks:
-    """Made by `open_forks`; starts the servers of one deployment, any number of times."""
+    """Made by `open_forks`; starts the servers of deployments, any number of times."""
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
         self._process = process
@@ -80,17 +97,22 @@ class Forks:
         return [line.rpartition(" ")[2] for line in lines if _DIED in line]
 
     @asynccontextmanager
-    async def start(self, starts: Mapping[str, int | None]) -> AsyncIterator[dict[str, Forked]]:
+    async def start(
+        self, deployment_file: Path, starts: Mapping[str, int | None]
+    ) -> AsyncIterator[dict[str, Forked]]:
         """Run servers for as long as the block runs; then none of them runs any more.
 
         Args:
+            deployment_file: a resolved one, whose applications were all imported.
             starts: by server, its `changes_max`.
         """
         forked: dict[str, Forked] = {}
         try:
             for server, changes_max in starts.items():
-                pid = self._fork(Start(server=server, changes_max=changes_max))
-                forked[server] = Forked(server, pid, os.pidfd_open(pid))
+                pids = self._fork(
+                    Start(deployment=str(deployment_file), server=server, changes_max=changes_max)
+                )
+                forked[server] = Forked(server, pids, tuple(map(os.pidfd_open, pids)))
             yield forked
         finally:
             for one in forked.values():
@@ -98,29 +120,26 @@ class Forks:
             with trio.CancelScope(shield=True):
                 for one in forked.values():
                     await one.wait_gone()
-                    trio.lowlevel.notify_closing(one._pidfd)
-                    os.close(one._pidfd)
+                    one.close()
 
-    def _fork(self, start: Start) -> int:
+    def _fork(self, start: Start) -> tuple[int, ...]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(unstructure(start)).encode() + b"\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         assert answer, self._log.read_text()
-        return int(answer)
+        return tuple(map(int, answer.split()))
 
 
 @contextmanager
-def open_forks(deployment_file: Path, apps: Mapping[str, str]) -> Iterator[Forks]:
-    """Import the applications of a resolved deployment, ready to be forked.
+def open_forks(log: Path, apps: Iterable[str]) -> Iterator[Forks]:
+    """Import applications, ready to be forked.
 
     Args:
-        apps: `module:attribute` by server.
+        apps: `module:attribute`.
     """
-    log = deployment_file.with_suffix(".log")
-    command = [sys.executable, "-m", "tests.helpers.forked_servers", str(deployment_file)]
-    command += [f"{server}={app}" for server, app in apps.items()]
+    command = [sys.executable, "-m", "tests.helpers.forked_servers", *apps]
     with (
         log.open("ab") as errors,
         subprocess.Popen(
@@ -159,6 +178,8 @@ class OnPorts:
         self, app: ServerApp[Any], deployment: Deployment, name: str, ports: HostPorts
     ) -> None:
         self._open = partial(open_asgi, app, deployment=deployment, name=name, ports=ports)
+        self._deployment = deployment
+        self._name = name
         self._running: AsgiApp | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -167,38 +188,90 @@ class OnPorts:
             await self._running(scope, receive, send)
             return
         await receive()
-        async with self._open() as running:
+        async with (
+            self._open() as running,
+            open_frames_server(running, self._deployment, self._name, calls=running.calls),
+        ):
             self._running = running
             await send({"type": "lifespan.startup.complete"})
             await receive()
         await send({"type": "lifespan.shutdown.complete"})
 
 
-def main(deployment_file: str, *named: str) -> None:
+def main(*names: str) -> None:
     # Who ends is gone at once, without being waited for.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    apps = {server: load_app(app) for server, app in (name.split("=", 1) for name in named)}
-    deployment = load_deployment(deployment_file)
-    parent = os.getpid()
+    apps: dict[str | None, AsgiApp] = {name: load_app(name) for name in names}
+    # What is shared stays shared: a collection would copy every page of it.
+    gc.freeze()
     for line in sys.stdin:
         start = structure(Start, json.loads(line))
-        app = apps[start.server]
+        deployment = load_deployment(start.deployment)
+        entry = deployment.entry(start.server)
+        app = apps[entry.app]
         assert isinstance(app, ServerApp)
-        sock = bind_socket(parse_bind(deployment.entry(start.server).bind), start.server)
-        pid = os.fork()
-        if pid == 0:
-            os._exit(_serve(app, deployment, start, sock, parent))
+        sock = bind_socket(parse_bind(entry.bind), start.server)
+        serve = partial(_serve, app, deployment, start, sock)
+        workers = worker_count(entry)
+        pids = [_fork(serve)] if workers == 1 else _fork_workers(deployment, start, serve, workers)
         # It listens already: whoever calls before it serves is served then.
         sock.close()
-        sys.stdout.write(f"{pid}\n")
+        sys.stdout.write(" ".join(map(str, pids)) + "\n")
         sys.stdout.flush()
 
 
-def _serve(
-    app: ServerApp[Any], deployment: Deployment, start: Start, sock: socket.socket, parent: int
-) -> int:
-    os.setsid()
-    die_with_parent(parent)
+def _fork(serve: Callable[[], int], group: int = 0) -> int:
+    """
+    Args:
+        group: of whom the process is one; 0: its own.
+    """
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        die_with_parent(parent)
+        os.setpgid(0, group)
+        os._exit(serve())
+    with suppress(ProcessLookupError):
+        # Whoever comes first: a worker of this one's must find the group.
+        os.setpgid(pid, group or pid)
+    return pid
+
+
+def _fork_workers(
+    deployment: Deployment, start: Start, serve: Callable[[], int], count: int
+) -> list[int]:
+    """A coordinator, and its workers once it listens."""
+    name = start.server
+    path = lasting_directory(state_dir_of(deployment, name)) / "coordinator"
+    listens, tell = os.pipe()
+
+    def coordinate() -> int:
+        os.close(listens)
+        trio.run(_coordinate, deployment, name, path, tell)
+        return 0
+
+    def work(number: int) -> int:
+        os.close(tell)
+        # The end of what is never written to.
+        os.read(listens, 1)
+        os.environ |= {COORDINATOR_VARIABLE: str(path), WORKER_VARIABLE: str(number)}
+        return serve()
+
+    leader = _fork(coordinate)
+    workers = [_fork(partial(work, number), leader) for number in range(count)]
+    os.close(listens)
+    os.close(tell)
+    return [leader, *workers]
+
+
+async def _coordinate(deployment: Deployment, name: str, path: Path, tell: int) -> None:
+    configure_logging(name)
+    async with open_coordinator(deployment, name, path=path):
+        os.close(tell)
+        await trio.sleep_forever()
+
+
+def _serve(app: ServerApp[Any], deployment: Deployment, start: Start, sock: socket.socket) -> int:
     configure_logging(start.server)
     log = logging.getLogger(__name__)
     files = DeadlyFiles(

@@ -15,7 +15,7 @@ from gymtrio.capture.cuts import CUT_ROUTE, ENGINE_ROUTE, CutInventory
 from gymtrio.capture.replies import Route
 from gymtrio.serving.app import ServerApp
 from gymtrio.serving.host import Service, ServiceHost
-from gymtrio.serving.http import Request, Response, json_response
+from gymtrio.serving.http import Handler, Request, Response, json_response
 from gymtrio.serving.model_server import open_token_store
 from gymtrio.strict import structure, unstructure
 from gymtrio.wire.control import Kind
@@ -27,9 +27,18 @@ class HashEngineSettings:
     token_store: str | None = None
 
 
-class _Engine:
+class NativeEngine:
+    """A scripted backend as handlers of HTTP requests."""
+
     def __init__(self, backend: ScriptedBackend) -> None:
         self._backend = backend
+        self.routes: dict[tuple[str, str], Handler] = {
+            ("POST", Route.CHAT.value): self.generate,
+            ("POST", Route.RESPONSES.value): self.generate,
+            ("POST", CUT_ROUTE): self.cut,
+            ("GET", ENGINE_ROUTE): self.describe,
+            ("POST", "/pace"): self.pace,
+        }
 
     async def generate(self, request: Request) -> Response:
         body = request.json()
@@ -59,15 +68,7 @@ class _Engine:
 @asynccontextmanager
 async def open_service(host: ServiceHost[HashEngineSettings]) -> AsyncIterator[Service]:
     async with open_token_store(host, host.settings.token_store) as store:
-        engine = _Engine(ScriptedBackend(store))
-        yield Service(
-            routes={
-                ("POST", Route.CHAT.value): engine.generate,
-                ("POST", CUT_ROUTE): engine.cut,
-                ("GET", ENGINE_ROUTE): engine.describe,
-                ("POST", "/pace"): engine.pace,
-            }
-        )
+        yield Service(routes=NativeEngine(ScriptedBackend(store)).routes)
 
 
 app = ServerApp(

@@ -148,7 +148,7 @@ class ScriptedBackend:
                 return BackendReply(status=refusal.status, body={**refusal.body()})
         self.live.append(call)
         self.arrived.notify()
-        if self.at_once:
+        if self.goes_on(call):
             call.finish.set()
         try:
             await call.finish.wait()
@@ -160,6 +160,14 @@ class ScriptedBackend:
         if isinstance(call.failure, TransportError):
             raise call.failure
         return call.failure or self._reply(call)
+
+    def goes_on(self, call: LiveCall) -> bool:
+        """Whether it finishes without being told to."""
+        return self.at_once
+
+    def body_of(self, call: LiveCall) -> dict[str, Any]:
+        """What a call is answered, apart from its tokens."""
+        return openai_reply(call.route, call.token_ids)
 
     async def _take_prefix(self, call: LiveCall, extension: CallExtension) -> None:
         continuation = extension.continuation
@@ -178,7 +186,7 @@ class ScriptedBackend:
 
     def _reply(self, call: LiveCall) -> BackendReply:
         call.emit(self.output_tokens - len(call.token_ids))
-        body = openai_reply(call.route, call.token_ids)
+        body = self.body_of(call)
         if self.gives_tokens and (call.extension is not None or not self.native):
             tokens = CallTokens(
                 prompt_token_ids=call.prompt,

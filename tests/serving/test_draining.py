@@ -14,15 +14,19 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from gymtrio.context import Receive, Scope, Send
 from gymtrio.limits import WAKE_SLICE_TASKS
 from gymtrio.serving.app import open_asgi
-from gymtrio.serving.client import Reply
+from gymtrio.serving.client import Reply, ServerClient, peer_of_url
 from gymtrio.serving.connection import HttpLimits
-from gymtrio.serving.deployment import parse_deployment
+from gymtrio.serving.deployment import DeploymentDirectory, parse_deployment
 from gymtrio.serving.dispatch import Dispatcher
 from gymtrio.serving.draining import InWork
+from gymtrio.serving.frames_transport import open_frames
 from gymtrio.serving.host import HostPorts
 from gymtrio.serving.http import Request, Response, json_response
 from gymtrio.serving.pool import open_pool
+from gymtrio.serving.transports import open_frames_server
 from gymtrio.wire.control import CONTROL_PREFIX, Kind
+from gymtrio.wire.messages import Hello
+from gymtrio.wire.unix import runtime_directory
 from tests.helpers.clocks import FollowingClock
 from tests.helpers.every_kind import AUTHORIZATION, SORTS, TOKEN, control, open_waiting
 from tests.helpers.memory_archive import MemoryArchive
@@ -255,3 +259,55 @@ async def test_a_commit_that_outlasts_the_grace_is_aborted_whole_or_finishes(
                     door.let_go()
     assert statuses == [200, 503]
     assert len(archive.parts) == int(published)
+
+
+async def test_every_answer_of_a_drain_leaves_over_frames() -> None:
+    """SRV-2: thousands on one connection, more than its socket takes at once."""
+    parked, count = 0, 4_000
+    full, stop, listening = trio.Event(), trio.Event(), trio.Event()
+
+    async def park(request: Request) -> Response:
+        nonlocal parked
+        parked += 1
+        if parked == count:
+            full.set()
+        return await forever(request)
+
+    async def serve() -> None:
+        async with (
+            open_asgi(make_app({("POST", "/run"): park})) as app,
+            open_frames_server(app, deployment, "peer"),
+        ):
+            listening.set()
+            await stop.wait()
+            app.stop_accepting()
+            await app.drain()
+
+    statuses: list[int] = []
+    with runtime_directory() as directory, trio.fail_after(60):
+        peer = {"app": "a:b", "kind": "resources", "bind": "127.0.0.1:1"}
+        deployment = parse_deployment(
+            {"transport": "frames", "socket_dir": str(directory), "servers": {"peer": peer}},
+            where="test",
+            environment={},
+        )
+        addresses = {peer_of_url("http://peer").origin: str(deployment.socket_path("peer"))}
+        async with open_pool() as pool, trio.open_nursery() as nursery:
+            nursery.start_soon(serve)
+            await listening.wait()
+            me = Hello(role="server", name="caller", instance="1")
+            async with open_frames(addresses, pool, me=me) as frames:
+                client = ServerClient(DeploymentDirectory(deployment), frames)
+
+                async def call() -> None:
+                    reply = await client.request(
+                        "http://peer", "POST", "/run", json={}, context=None
+                    )
+                    statuses.append(reply.status)
+
+                async with trio.open_nursery() as calls:
+                    for _ in range(count):
+                        calls.start_soon(call)
+                    await full.wait()
+                    stop.set()
+    assert statuses == [503] * count

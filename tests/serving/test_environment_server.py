@@ -53,7 +53,7 @@ def server_of(
 ) -> tuple[EnvironmentServer, EnvironmentParticipant]:
     participant = EnvironmentParticipant("env")
     settings = EnvironmentSettings(episode_timeout_s=timeout_s)
-    return EnvironmentServer(protocol, settings, participant), participant
+    return EnvironmentServer(protocol, settings, participant, first_epoch="first"), participant
 
 
 async def answered(server: EnvironmentServer, request: Request | None = None) -> Any:
@@ -386,7 +386,7 @@ async def test_an_acknowledgement_of_a_superseded_execution_drops_nothing(
 async def test_with_checkpointing_off_nothing_is_kept(autojump_clock: MockClock) -> None:
     """SET-1, HARD-9: who asks and acknowledges all the same is answered."""
     protocol, runs = counting()
-    server = EnvironmentServer(protocol, EnvironmentSettings(), None)
+    server = EnvironmentServer(protocol, EnvironmentSettings(), None, first_epoch="first")
     for number in (1, 2):
         assert (await answered(server, asking()))["result"] == {"run": number}
     assert json.loads((await server.acknowledge(ack_request())).body)["known"] is False

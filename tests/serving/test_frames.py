@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import attrs
+import hypercorn.trio
 import pytest
 import trio
+from hypercorn.config import Config
 
 from gymtrio.background import open_background
 from gymtrio.context import AsgiApp
 from gymtrio.errors import TransportError
 from gymtrio.serving.app import open_asgi
 from gymtrio.serving.client import ServerClient, peer_of_url
-from gymtrio.serving.deployment import Deployment, DeploymentDirectory, ServerEntry
+from gymtrio.serving.deployment import (
+    DEPLOYMENT_VARIABLE,
+    Deployment,
+    DeploymentDirectory,
+    ServerEntry,
+    load_deployment,
+)
 from gymtrio.serving.dispatch import Dispatcher
 from gymtrio.serving.frames_head import decode_reply, decode_request, encode_reply, encode_request
 from gymtrio.serving.frames_server import FramesServer
 from gymtrio.serving.frames_transport import FramesTransport, open_frames
 from gymtrio.serving.http import Request, Response, StreamingResponse, json_response
+from gymtrio.serving.launch import bind_socket, bound_to
 from gymtrio.serving.pool import open_pool
+from gymtrio.serving.transports import open_transport
 from gymtrio.settings import Secret
 from gymtrio.strict import MalformedValue
 from gymtrio.wire.channel import open_channel
@@ -32,7 +45,7 @@ from gymtrio.wire.errors import ChannelRefused
 from gymtrio.wire.messages import Hello
 from gymtrio.wire.tcp import listener_port, open_tcp_listener
 from gymtrio.wire.unix import connect_unix, open_unix_listener, runtime_directory
-from tests.helpers.serving import make_app
+from tests.helpers.serving import LOOPBACK, make_app
 
 SERVER = Hello(role="server", name="peer", instance="1")
 CALLER = Hello(role="server", name="caller", instance="1")
@@ -267,6 +280,36 @@ def test_heads_come_back_as_they_were() -> None:
     for head in (b"", pack_list((99, ())), pack_list(("200", ())), pack_list((200,))):
         with pytest.raises(MalformedValue):
             decode_reply(head)
+
+
+async def test_a_foreign_server_takes_frames_as_well(
+    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SET-2: under plain Hypercorn the application listens itself, where its deployment says."""
+
+    async def host(request: Request) -> Response:
+        return json_response(request.header("host"))
+
+    sock = bind_socket(LOOPBACK, "peer")
+    file = tmp_path / "deployment.yaml"
+    entry = {"app": "x:app", "kind": "resources", "bind": str(bound_to(sock))}
+    written = {"servers": {"peer": entry}, "socket_dir": str(path.parent / "sockets")}
+    file.write_text(json.dumps(written))
+    monkeypatch.setenv(DEPLOYMENT_VARIABLE, str(file))
+    config = Config()
+    config.bind = [f"fd://{sock.detach()}"]
+    config.errorlog = logging.getLogger("hypercorn.under.test")
+    app: Any = make_app({("GET", "/host"): host})
+    stop = trio.Event()
+    deployment = load_deployment(file, {})
+    async with trio.open_nursery() as nursery:
+        serve = partial(hypercorn.trio.serve, app, config, shutdown_trigger=stop.wait)
+        await nursery.start(serve)
+        async with open_transport(deployment, "test") as transport, open_pool() as pool:
+            for over, expected in ((transport, None), (pool, entry["bind"])):
+                client = ServerClient(DeploymentDirectory(deployment), over)
+                assert (await client.request("peer", "GET", "/host")).json() == expected
+        stop.set()
 
 
 @pytest.mark.parametrize(("presented", "taken"), [("right", True), ("wrong", False), (None, False)])

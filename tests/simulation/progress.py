@@ -61,10 +61,12 @@ class Progress:
         if key is None:
             return
         done = self._of(key)
-        if server == "policy":
+        # What others send again is refused, or not; that is for the fences' oracle.
+        ours = exchange.source.name in ("env", "agent")
+        if server == "policy" and ours:
             if conversation(exchange.json()["input"]) in done.before:
                 self.oracles.fail("I5", f"{key}: a model call before its boundary is made again")
-        elif path == "/seed_session" and done.restored_activated:
+        elif path == "/seed_session" and done.restored_activated and ours:
             self.oracles.fail("I5", f"{key} is seeded again after its activation had begun")
         elif server == "agent" and path == "/v1/responses":
             done.activated = True
@@ -73,7 +75,7 @@ class Progress:
             and path in EFFECTS
             and _effect(exchange) in done.effects
             # Not a repetition of what was asked for once.
-            and exchange.source.name in ("env", "agent")
+            and ours
             and not exchange.duplicate
         ):
             self.oracles.fail("I6", f"{key}: {path} is asked for again, and is no replay")

@@ -448,6 +448,82 @@ async def test_a_peer_that_makes_us_queue_and_does_not_read_is_given_up() -> Non
             assert channel.why.startswith("slow_reader")
 
 
+async def test_answers_that_are_let_go_all_at_once_reach_a_peer_that_reads() -> None:
+    """SRV-4: more of them than may be queued, while the peer goes on calling."""
+    held: list[IncomingCall] = []
+    sizes: list[int] = []
+
+    def inline(call: IncomingCall) -> bool:
+        if call.kind == "held":
+            held.append(call)
+        else:
+            call.reply()
+        return True
+
+    async def ask(channel: Channel) -> None:
+        sizes.append(len((await channel.request("held")).body))
+
+    limits = ChannelLimits(outgoing_bytes_max=100_000)
+    async with open_pair(inline=inline, limits=limits) as (channel, _):
+        async with trio.open_nursery() as nursery:
+            for _ in range(100):
+                nursery.start_soon(ask, channel)
+            await trio.testing.wait_all_tasks_blocked()
+            for call in held:
+                call.reply(b"", bytes(10_000))
+            await channel.request("other")
+    assert sizes == [10_000] * 100
+
+
+@pytest.mark.parametrize("broken", [False, True])
+async def test_what_is_answered_at_the_very_end_is_told_about_once(broken: bool) -> None:
+    """N4: the writer has ended, and the answer leaves with the goodbye or not at all."""
+    told: list[bool] = []
+    answers: list[bytes] = []
+
+    async def handler(call: IncomingCall) -> None:
+        try:
+            await trio.sleep_forever()
+        finally:
+            call.reply(b"", b"last words", on_done=told.append)
+
+    near, far = memory_stream_pair()
+    breaks_at = 1 if broken else 100
+    async with trio.open_nursery() as nursery:
+
+        async def ask() -> None:
+            async with open_channel(near, role="opener", me=OPENER) as channel:
+                try:
+                    answers.append((await channel.request("k")).body)
+                except ChannelLost:
+                    answers.append(b"lost")
+
+        nursery.start_soon(ask)
+        stream = BreakingStream(far, breaks_at)
+        async with open_channel(stream, role="acceptor", me=ACCEPTOR, handler=handler):
+            await trio.testing.wait_all_tasks_blocked()
+    assert told == [not broken]
+    assert answers == [b"lost" if broken else b"last words"]
+
+
+async def test_a_handler_that_gave_up_a_send_may_send_again(autojump_clock: object) -> None:
+    async def handler(call: IncomingCall) -> None:
+        await call.begin(b"")
+        with trio.move_on_after(1):
+            await call.send(b"x" * 3 * 2**20)
+        with trio.move_on_after(1):
+            await call.send(b"y")
+        await call.finish()
+
+    async with open_pair(handler) as (channel, _):
+        async with channel.exchange("k", b"") as call:
+            await trio.sleep(5)
+            body = b""
+            while chunk := await call.receive_some():
+                body += chunk
+    assert body == b"x" * 3 * 2**20 + b"y"
+
+
 async def test_back_pressure_reaches_the_sender_of_a_body() -> None:
     sent = 0
 

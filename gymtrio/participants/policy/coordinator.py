@@ -24,11 +24,7 @@ import trio
 
 from gymtrio.capture.cuts import EngineDescription
 from gymtrio.checkpoint.participant import Export, Settling
-from gymtrio.errors import (
-    GymtrioError,
-    InvalidPhase,
-    NotFound,
-)
+from gymtrio.errors import CoordinatorUnavailable, GymtrioError, InvalidPhase, NotFound
 from gymtrio.ids import CaptureKey, EpisodeId, RolloutId
 from gymtrio.limits import BLOCKERS_LISTED_MAX
 from gymtrio.participants.base import make_record
@@ -204,6 +200,9 @@ class CoordinatedPolicy(BookedParticipant):
         Raises:
             Refusal: the answer. MalformedValue: it is not what the table says.
         """
+        if self._workers.get(worker.name) is not worker:
+            # Its calls were given up; one that came in now would never be.
+            raise CoordinatorUnavailable(f"worker {worker.name} is taken for lost")
         if call.kind == "enter":
             entered = self.admit(read(Entry, call.body), worker)
             reply = pack(EnterReply(entered=entered))

@@ -66,6 +66,8 @@ class CoordinatorLink:
 
     def __init__(self) -> None:
         self._channel: Channel | None = None
+        self.unheard = trio.Event()
+        """The coordinator could not be told of a call's end: what it knows of this worker is wrong."""
 
     def connect(self, channel: Channel) -> None:
         self._channel = channel
@@ -92,9 +94,10 @@ class CoordinatorLink:
         await ask(self.channel, "deliver", Delivery(call_id=call_id, row=row), Nothing)
 
     def end(self, call_id: str, *, sent: bool) -> None:
-        # One that has ended with its channel was given back there (HARD-7).
-        if self._channel is not None:
-            tell(self._channel, "end", CallEnd(call_id=call_id, sent=sent))
+        ended = CallEnd(call_id=call_id, sent=sent)
+        if self._channel is not None and not tell(self._channel, "end", ended):
+            # One that has ended with its channel was given back there (HARD-7); so the channel ends.
+            self.unheard.set()
 
     async def rows(self, episode_id: EpisodeId) -> tuple[LedgerRow, ...]:
         """See `BookedParticipant.rows`."""
@@ -186,10 +189,16 @@ class PolicyWorker:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self.admission.run)
                 nursery.start_soon(self._report, channel)
+                nursery.start_soon(self._give_up_unheard, nursery.cancel_scope)
                 task_status.started()
                 await channel.closed.wait()
                 nursery.cancel_scope.cancel()
         return channel.why
+
+    async def _give_up_unheard(self, serving: trio.CancelScope) -> None:
+        await self.link.unheard.wait()
+        LOG.error("the coordinator does not take what it must know; the connection is given up")
+        serving.cancel()
 
     # -- what comes from the coordinator ------------------------------------------------------
 

@@ -8,7 +8,7 @@ import attrs
 
 from gymtrio.capture.cuts import ContinuationRefused, TerminalReason
 from gymtrio.capture.worker import Progress
-from gymtrio.serving.stock.engines import Piece, StockEngine, Wanted
+from gymtrio.serving.stock.engines import EngineBroke, Piece, StockEngine, Wanted
 
 
 @attrs.frozen(kw_only=True)
@@ -65,7 +65,8 @@ class Generating:
         """Generate to the end.
 
         Raises:
-            TransportError, EngineRefused, EngineBroke: see `StockEngine.generate`.
+            TransportError, EngineRefused: see `StockEngine.generate`.
+            EngineBroke: as there; or its stream ended before the generation had.
             ContinuationRefused: the engine does not go on from the prefix.
 
         Cancelled: the engine is told.
@@ -110,6 +111,8 @@ class Generating:
             ids, log_probs, finish = ids[:count], log_probs[:count], TerminalReason.STOP
             # Of two stop strings that begin alike the shorter one was complete first.
             text, stop = await self._text_of(ids)
+        elif finish is None and len(ids) < self._wanted.output_tokens_max:
+            raise EngineBroke(f"the generation broke off after {len(ids)} tokens")
         self._token_ids, self._log_probs = ids, log_probs
         self._finish, self._stop_reason = finish or TerminalReason.LENGTH, stop
         return Generated(progress=self.progress(), text=text)

@@ -75,7 +75,7 @@ def test_rollouts_alternate_over_both_tasksets_and_are_named_once() -> None:
 
 def test_the_deployment_is_one_that_the_servers_accept(tmp_path: Path) -> None:
     """SET-2: each server with free ports, a token of its own making, and the settings it knows."""
-    deployment = demo_deployment(tmp_path, tmp_path, 1)
+    deployment = demo_deployment(tmp_path, tmp_path, seed=1, policy_workers=2)
     assert set(deployment.servers) == {
         "engine",
         "policy",
@@ -85,7 +85,7 @@ def test_the_deployment_is_one_that_the_servers_accept(tmp_path: Path) -> None:
         "blackjack",
     }
     assert all(entry.is_unbound for entry in deployment.servers.values())
-    again = demo_deployment(tmp_path, tmp_path, 1)
+    again = demo_deployment(tmp_path, tmp_path, seed=1, policy_workers=2)
     token, other = (d.checkpoint.control_auth_token for d in (deployment, again))
     assert token is not None
     assert other is not None

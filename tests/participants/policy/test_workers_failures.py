@@ -7,15 +7,19 @@ from typing import Any
 import attrs
 import pytest
 import trio
-from trio.testing import memory_stream_pair, wait_all_tasks_blocked
+from trio.testing import lockstep_stream_pair, memory_stream_pair, wait_all_tasks_blocked
 
 from gymtrio.errors import AdmissionClosed, CheckpointError, CoordinatorUnavailable, InvalidPhase
+from gymtrio.participants.policy.keeper import Entry
 from gymtrio.participants.policy.link import LINK_LIMITS, GateState, Nothing, WorkerReport, ask
 from gymtrio.participants.policy.worker import PolicyWorker
 from gymtrio.storage.writer import WrittenPart
 from gymtrio.wire.channel import open_channel
-from gymtrio.wire.codec import unpack
-from gymtrio.wire.messages import Hello
+from gymtrio.wire.codec import pack, unpack
+from gymtrio.wire.errors import ChannelFull
+from gymtrio.wire.messages import Hello, Type, encode
+from gymtrio.wire.tables import Role
+from tests.helpers.channels import meet
 from tests.helpers.memory_archive import Door
 from tests.helpers.page_cache import PageCacheFiles
 from tests.helpers.plane import episode
@@ -426,3 +430,48 @@ async def test_a_worker_learns_how_things_stand_before_anything_else(
             )
             await ask(channel, "report", report, Nothing)
             assert heard[:1] == ["state"]
+
+
+async def test_a_worker_that_is_taken_for_lost_gets_no_call_in(autojump_clock: object) -> None:
+    """HARD-7, I34: it may still ask while its connection ends; nobody would give such a call up."""
+    async with open_served(World(), workers=1) as served:
+        near, far = lockstep_stream_pair()
+        served.nursery.start_soon(served._serve, near)
+        await meet(far, Role.OPENER)
+        assert await far.receive_some()
+        await wait_all_tasks_blocked()
+        channel = served.policy._workers["w0"].channel
+        with pytest.raises(ChannelFull, match="reads slowly"):
+            while True:
+                channel.post("noise", bytes(2**19))
+        await served.prepare(timeout_s=0.1)
+        await served.resume()
+        assert served.policy.connected == 1
+        entry = Entry(
+            call_id="x", episode_id=R, epoch=None, request_digest="d", continues=False, chain=()
+        )
+        await far.send_all(encode(Type.CALL, (2, "enter", b"", pack(entry), None)))
+        await channel.closed.wait()
+        assert len(served.policy.books) == 0
+
+
+async def test_a_worker_that_cannot_tell_that_a_call_has_ended_gives_its_link_up(
+    autojump_clock: object,
+) -> None:
+    """WRK-5, I34: else the call would never end at the coordinator, and no retire of its episode."""
+    async with open_served(World()) as served:
+        _, two = served.workers
+        caller, live = await two.begin_live(R, chat("a"), take=False)
+        live.finish.set()
+        await caller.ended.wait()
+        channel = two.policy.link.channel
+        with pytest.raises(ChannelFull, match="slowly"):
+            while True:
+                channel.post("noise", bytes(2**19))
+        assert caller.reply is not None
+        caller.reply.done(True)
+        await channel.closed.wait()
+        await wait_all_tasks_blocked()
+        assert two.ended is not None
+        assert len(served.policy.books) == 0
+        await served.retire(R)

@@ -435,8 +435,9 @@ async def test_control_routes_need_the_token_and_reveal_nothing_without(
         ENGINE_ROUTE,
         headers=[("authorization", AUTHORIZATION), ("authorization", AUTHORIZATION)],
     )
-    assert twice.status == 401
-    assert bodies == {twice.body}
+    # Two of a header that may stand once: not a request, whatever they say.
+    assert twice.status == 400
+    assert len(bodies) == 1
 
 
 async def test_malformed_inventories_are_refused(engine: EngineClient) -> None:

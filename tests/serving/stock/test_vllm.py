@@ -288,6 +288,7 @@ async def test_a_prompt_without_room_is_refused(autojump_clock: object) -> None:
         ([event(100, logprobs={"token_logprobs": [None]})], "not a number"),
         ([{"choices": [7]}], "no objects"),
         ([{"error": {"message": "out of memory"}}], "out of memory"),
+        ([event(100), event(101)], "broke off after 2 tokens"),
     ],
 )
 async def test_an_engine_that_breaks_its_api_costs_that_call_its_reply(

@@ -1,8 +1,6 @@
-"""Faults that plans have found and no rule covers yet: each fails until it does."""
+"""Faults that random plans have found, written out: a rule covers each now."""
 
 from __future__ import annotations
-
-import pytest
 
 from tests.simulation.plans import Fault, Plan
 from tests.simulation.world import run
@@ -10,10 +8,6 @@ from tests.simulation.world import run
 ALL = Fault(what="all", after="published", steps=30)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="an attempt that no restore made has no epoch, and a call without one passes",
-)
 def test_calls_of_an_attempt_that_ran_before_a_restore_made_it_again_are_refused() -> None:
     """I11, HARD-11: an attempt fails, its successor runs from the input; everything crashes, and the
     restore makes the successor again, from a boundary. What the first one still sends is served."""
@@ -30,9 +24,6 @@ def test_calls_of_an_attempt_that_ran_before_a_restore_made_it_again_are_refused
     assert run(plan).violations == []
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a `/run` that is repeated after its caller left in the middle runs afresh"
-)
 def test_a_run_whose_caller_left_does_not_run_again_as_the_same_attempt() -> None:
     """I5, I7: its boundary was claimed and used; what comes again under the same attempt begins at the
     input, and does once more what was done before the checkpoint."""

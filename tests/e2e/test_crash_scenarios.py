@@ -1,0 +1,332 @@
+"""Crashes of real servers in the middle of a game, with one and with two policy workers.
+
+Every process group is killed by SIGKILL. What is compared are the calls, their tokens, what the tools
+said, and the state at the end, never the reward alone.
+
+There are no legacy episodes among them: no server speaks the one-call protocol.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import attrs
+import pytest
+import trio
+
+from gymtrio.checkpoint.members import Failed
+from gymtrio.cli.demonstration.evidence import compare
+from gymtrio.ids import CheckpointId
+from gymtrio.serving.deployment import parse_deployment
+from gymtrio.serving.supervisor import RunningDeployment, open_deployment
+from gymtrio.wire.control import StatusReply
+from tests.helpers.crashing import (
+    APPS,
+    TIMEOUT_S,
+    UNDISTURBED,
+    WAITED_FOR,
+    Life,
+    describe,
+    episode,
+    open_life,
+    open_outside,
+    open_world,
+)
+from tests.helpers.forked_servers import Forks, open_forks
+from tests.helpers.game import CALLS, MOVES
+
+R: Final = episode("r")
+S: Final = episode("s")
+R1: Final = R.next_attempt()
+R2: Final = R1.next_attempt()
+S1: Final = S.next_attempt()
+
+pytestmark = pytest.mark.timeout(120)
+both = pytest.mark.parametrize("policy_workers", [1, 2])
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    with open_forks(tmp_path_factory.mktemp("forks") / "log", APPS) as opened:
+        yield opened
+
+
+def is_preparing(status: StatusReply) -> bool:
+    return status.phase == "preparing"
+
+
+@both
+async def test_a_generation_in_flight_is_cut_and_continued(
+    forks: Forks, tmp_path: Path, policy_workers: int
+) -> None:
+    """E2E-1, CUT-4, I5, I16, I25, I26: token for token what it would have been."""
+    async with open_world(forks, tmp_path, policy_workers=policy_workers) as world:
+        async with world.life() as life:
+            undisturbed = await life.undisturbed()
+            world.engine.stops_at = 2
+            life.start(R)
+            (call,) = await world.engine.held()
+            call.emit(7)
+            counts = await life.checkpoint("c1", R)
+            assert (counts["cut"], counts["cut_failed"]) == (1, 0)
+        world.engine.stops_at = None
+        asked = len(world.engine.calls)
+        async with world.life("c1", [R]) as life:
+            await life.run(R1)
+            continued = await life.evidence(R1)
+        assert compare(undisturbed, continued).equal
+        assert continued.final_state["final_count"] == MOVES
+        assert [row.continued_token_count for row in continued.calls] == [0, 0, 7, 0, 0]
+        assert [row.staged_under for row in continued.calls] == ["r"] * 2 + ["r-a1"] * 3
+        # Nothing before the boundary was asked again, and of the call in flight only the rest.
+        assert world.engine.asked()[asked:] == [2, 3, 4]
+        assert [call.generated for call in world.engine.calls[asked:]] == [13, 20, 20]
+        assert len(world.judge.cases) == 2
+
+
+@both
+async def test_a_checkpoint_without_a_crash_parks_and_releases(
+    forks: Forks, tmp_path: Path, policy_workers: int
+) -> None:
+    """E2E-1, POL-2, ENV-2, I1, I2: what ends or begins while it is open is answered afterwards."""
+    async with (
+        open_world(forks, tmp_path, policy_workers=policy_workers) as world,
+        world.life() as life,
+    ):
+        undisturbed = await life.undisturbed()
+        world.engine.stops_at = 2
+        life.start(R)
+        (call,) = await world.engine.held()
+        call.emit(7)
+        await life.checkpoint("c1", R)
+        world.engine.stops_at = None
+        call.finish.set()
+        life.start(S)
+        await life.until_count("policy", "held", 1)
+        await life.until_count("environment", "waiting", 1)
+        assert life.replies.keys() == {UNDISTURBED}
+        assert len(await life.rows(R)) == 2
+        assert len(world.engine.calls) == CALLS + 3
+        await life.resume("c1")
+        await life.until_replied(R, S)
+        for rollout in (R, S):
+            evidence = await life.evidence(rollout)
+            assert compare(undisturbed, evidence).equal
+            assert [row.continued_token_count for row in evidence.calls] == [0] * CALLS
+        assert len(world.engine.calls) == 3 * CALLS
+        assert len(world.judge.cases) == 3
+
+
+@both
+async def test_a_verification_in_flight_is_waited_for(
+    forks: Forks, tmp_path: Path, policy_workers: int
+) -> None:
+    """E2E-1, RES-4, HARD-9, I5: it blocks by name, and its result is in the checkpoint."""
+    async with open_world(
+        forks, tmp_path, policy_workers=policy_workers, counter=WAITED_FOR
+    ) as world:
+        async with world.life() as life:
+            undisturbed = await life.undisturbed()
+            world.judge.door.shut()
+            life.start(R)
+            await world.judge.door.reached.wait()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(life.checkpoint, "c1", R)
+                blocked = await life.until_status("environment", is_preparing)
+                (detail,) = blocked.report.details
+                assert (detail.blocker, detail.doing) == ("r", "in a wait step: verify")
+                world.judge.door.let_go()
+            assert life.replies.keys() == {UNDISTURBED}
+        asked = len(world.engine.calls)
+        async with world.life("c1", [R]) as life:
+            await life.run(R1)
+            assert compare(undisturbed, await life.evidence(R1)).equal
+        assert len(world.engine.calls) == asked == 2 * CALLS
+        assert [case["count"] for case in world.judge.cases] == [MOVES] * 2
+
+
+@both
+async def test_a_verification_in_flight_is_replayed(
+    forks: Forks, tmp_path: Path, policy_workers: int
+) -> None:
+    """E2E-1, RES-4, RES-5, I6: nobody waits for it, and it alone is done again."""
+    async with open_world(forks, tmp_path, policy_workers=policy_workers) as world:
+        async with world.life() as life:
+            undisturbed = await life.undisturbed()
+            world.judge.door.shut()
+            life.start(R)
+            await world.judge.door.reached.wait()
+            await life.checkpoint("c1", R)
+            assert life.replies.keys() == {UNDISTURBED}
+        world.judge.door.let_go()
+        async with world.life("c1", [R]) as life:
+            await life.run(R1)
+            assert compare(undisturbed, await life.evidence(R1)).equal
+        assert len(world.engine.calls) == 2 * CALLS
+        _, cut_short, again = world.judge.cases
+        assert again == cut_short
+
+
+@both
+@pytest.mark.parametrize("crashes", [False, True])
+async def test_what_finishes_during_prepare_is_neither_lost_nor_redone(
+    forks: Forks, tmp_path: Path, policy_workers: int, crashes: bool
+) -> None:
+    """E2E-1, ENV-5, I1, I3, I4: one by its verification, one by its last model call."""
+    async with open_world(
+        forks, tmp_path, policy_workers=policy_workers, counter=WAITED_FOR
+    ) as world:
+        async with world.life() as life:
+            undisturbed = await life.undisturbed()
+            world.judge.door.shut()
+            life.start(R)
+            await world.judge.door.reached.wait()
+            world.engine.stops_at = CALLS - 1
+            life.start(S)
+            (last,) = await world.engine.held()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(life.checkpoint, "c1", R, S)
+                await life.until_status("environment", is_preparing)
+                last.finish.set()
+                await life.until_rows(S, CALLS)
+                world.judge.door.let_go()
+            assert life.replies.keys() == {UNDISTURBED}
+            if not crashes:
+                await life.resume("c1")
+                await life.until_replied(R, S)
+                ended = [await life.evidence(R), await life.evidence(S)]
+        if crashes:
+            async with world.life("c1", [R, S]) as life:
+                await life.run(R1)
+                await life.run(S1)
+                ended = [await life.evidence(R1), await life.evidence(S1)]
+        assert all(compare(undisturbed, evidence).equal for evidence in ended)
+        assert len(world.engine.calls) == 3 * CALLS
+        assert len(world.judge.cases) == 3
+
+
+@both
+async def test_a_second_crash_before_the_replacement_starts_still_continues(
+    forks: Forks, tmp_path: Path, policy_workers: int
+) -> None:
+    """E2E-1, ENV-4, AGT-5, CUT-5, I8, I14: restored, not claimed, and in the next checkpoint again."""
+    async with open_world(forks, tmp_path, policy_workers=policy_workers) as world:
+        async with world.life() as life:
+            undisturbed = await life.undisturbed()
+            world.engine.stops_at = 2
+            life.start(R)
+            (call,) = await world.engine.held()
+            call.emit(7)
+            await life.checkpoint("c1", R)
+        world.engine.stops_at = None
+        asked = len(world.engine.calls)
+        async with world.life("c1", [R]):
+            pass
+        async with world.life("c1", [R]) as life:
+            await life.checkpoint("c2", R1)
+        assert len(world.engine.calls) == asked
+        async with world.life("c2", [R1]) as life:
+            await life.run(R2)
+            continued = await life.evidence(R2)
+        assert compare(undisturbed, continued).equal
+        assert [row.continued_token_count for row in continued.calls] == [0, 0, 7, 0, 0]
+        assert world.engine.asked()[asked:] == [2, 3, 4]
+
+
+@both
+async def test_a_checkpoint_is_restored_again_after_its_replacement_has_made_calls(
+    forks: Forks, tmp_path: Path, policy_workers: int
+) -> None:
+    """E2E-1, POL-7, I9: what a dead execution left is not there, and its cut is."""
+    async with open_world(forks, tmp_path, policy_workers=policy_workers) as world:
+        async with world.life() as life:
+            undisturbed = await life.undisturbed()
+            world.engine.stops_at = 2
+            life.start(R)
+            (call,) = await world.engine.held()
+            call.emit(7)
+            await life.checkpoint("c1", R)
+        world.engine.stops_at = CALLS - 1
+        async with world.life("c1", [R]) as life:
+            life.start(R1)
+            await world.engine.held()
+            dead = await life.rows(R1)
+            assert [row.continued_token_count for row in dead] == [0, 0, 7, 0]
+        world.engine.stops_at = None
+        asked = len(world.engine.calls)
+        async with world.life("c1", [R]) as life:
+            assert await life.rows(R1) == dead[:2]
+            await life.run(R1)
+            again = await life.evidence(R1)
+        assert compare(undisturbed, again).equal
+        assert [row.continued_token_count for row in again.calls] == [0, 0, 7, 0, 0]
+        assert world.engine.asked()[asked:] == [2, 3, 4]
+        # The store has the dead execution's tokens beside them: none of its calls is one of these.
+        assert {row.model_call_id for row in again.calls[2:]}.isdisjoint(
+            row.model_call_id for row in dead[2:]
+        )
+
+
+async def test_policy_workers_that_are_killed_take_nothing_with_them(tmp_path: Path) -> None:
+    """E2E-1, WRK-3, WRK-5, I16, I18: one while idle, one while a checkpoint is open."""
+    async with open_outside(tmp_path) as (outside, urls):
+        deployment = parse_deployment(describe(tmp_path, urls, policy_workers=2))
+        async with (
+            open_deployment(deployment, run_dir=tmp_path / "run") as running,
+            open_life(outside, running.deployment) as life,
+        ):
+            undisturbed = await life.undisturbed()
+            outside.judge.door.shut()
+            life.start(R)
+            await outside.judge.door.reached.wait()
+            rows = await life.rows(R)
+            await kill_a_worker(running, life)
+            assert await life.rows(R) == rows
+            await life.checkpoint("c1", R)
+            await life.resume("c1")
+
+            c2 = CheckpointId("c2")
+            assert (await life.controller.prepare(c2, timeout_s=TIMEOUT_S)).ready
+            await kill_a_worker(running, life)
+            again = await life.controller.prepare(c2, timeout_s=1)
+            assert "policy-worker-lost" in again.blocking["policy"].blockers
+            assert not again.ready
+            with pytest.raises(Failed, match="policy-worker-lost"):
+                await life.commit(c2, R)
+            await life.resume(c2)
+
+            await life.checkpoint("c3", R)
+            await running.kill_groups()
+            life.nursery.cancel_scope.cancel()
+        outside.judge.door.let_go()
+        asked = len(outside.engine.calls)
+        recovering = attrs.evolve(
+            running.deployment, checkpoint=attrs.evolve(running.deployment.checkpoint, recover=True)
+        )
+        async with (
+            open_deployment(recovering, run_dir=tmp_path / "run") as running,
+            open_life(outside, running.deployment) as life,
+        ):
+            await life.restore("c3", R)
+            await life.run(R1)
+            continued = await life.evidence(R1)
+            assert compare(undisturbed, continued).equal
+            assert continued.calls == rows
+        assert len(outside.engine.calls) == asked == 2 * CALLS
+
+
+async def kill_a_worker(running: RunningDeployment, life: Life) -> None:
+    """SIGKILL one of the processes that serve, and wait until another is there instead."""
+    pid = running.pid("policy")
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    victim = children.read_text().split()[0]
+    os.kill(int(victim), signal.SIGKILL)
+    # Replaced: it is none of the children any more, and two are joined.
+    await life.until_status(
+        "policy",
+        lambda status: status.extra["workers"] == 2 and victim not in children.read_text().split(),
+    )

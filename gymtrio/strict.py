@@ -111,7 +111,7 @@ def _is_optional(cls: Any) -> bool:
 
 
 def _taken_as_it_is(cls: Any) -> frozenset[type]:
-    """The types whose values a field of this type takes without a further look; empty: there is none."""
+    """The types whose values a field of this type takes as they are; empty: there is none."""
     if _is_optional(cls):
         (inner,) = (argument for argument in get_args(cls) if argument is not type(None))
         taken = _taken_as_it_is(inner)
@@ -221,7 +221,7 @@ def build_converter() -> cattrs.Converter:
         fields = {field.alias: field for field in attrs.fields(cls) if field.init}
         types = {name: field.type or object for name, field in fields.items()}
         required = [name for name, field in fields.items() if field.default is attrs.NOTHING]
-        # Most fields are looked at by type alone, and calling a hook for each would be most of the cost.
+        # Most fields are looked at by type alone; calling a hook for each would be most of the cost.
         plain = {name: taken for name in types if (taken := _taken_as_it_is(types[name]))}
         # Found at the first value: a class may contain itself.
         hooks: dict[str, Callable[[Any, Any], Any]] = {}

@@ -166,8 +166,8 @@ class EnvironmentServer:
 
     Args:
         participant: None: checkpointing is off.
-        first_epoch: names the executions of attempts that no restore made; another one in every process.
-            A restore may make an attempt of the same number again, and is told apart by it (HARD-11).
+        first_epoch: names the executions of attempts that no restore made; each process has another. A
+            restore may make an attempt of the same number again, and is told apart by it (HARD-11).
     """
 
     def __init__(

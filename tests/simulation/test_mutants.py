@@ -100,8 +100,8 @@ def test_every_mutant_has_its_plan() -> None:
 def test_a_claim_that_is_not_given_back_is_seen() -> None:
     """I14: its caller leaves in the very pass of the loop in which it is let in.
 
-    A few steps later it would be the fault of `test_found_by_plans`, so the instant is looked for: the real
-    code passes there, and without the rule it does not.
+    A few steps later it would have begun, so the instant is looked for: the real code passes there, and
+    without the rule it does not.
     """
     for steps, seed in product((5, 6, 4, 7, 3, 8), (2, 5, 3, 4)):
         faults = (

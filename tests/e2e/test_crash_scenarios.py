@@ -19,7 +19,7 @@ import pytest
 import trio
 
 from gymtrio.checkpoint.members import Failed
-from gymtrio.cli.demonstration.evidence import compare
+from gymtrio.cli.demonstration.evidence import Evidence, compare
 from gymtrio.ids import CheckpointId
 from gymtrio.serving.deployment import parse_deployment
 from gymtrio.serving.supervisor import RunningDeployment, open_deployment
@@ -37,7 +37,8 @@ from tests.helpers.crashing import (
     open_world,
 )
 from tests.helpers.forked_servers import Forks, open_forks
-from tests.helpers.game import CALLS, MOVES
+from tests.helpers.game import CALLS, MOVES, outputs_of
+from tests.helpers.scripted_backend import OUTPUT_TOKENS, LiveCall
 
 R: Final = episode("r")
 S: Final = episode("s")
@@ -55,37 +56,60 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
         yield opened
 
 
+def rollout_of(call: LiveCall) -> str:
+    assert call.extension is not None
+    return call.extension.rollout_id
+
+
 def is_preparing(status: StatusReply) -> bool:
     return status.phase == "preparing"
 
 
 @both
-async def test_a_generation_in_flight_is_cut_and_continued(
+async def test_generations_in_flight_are_cut_and_continued(
     forks: Forks, tmp_path: Path, policy_workers: int
 ) -> None:
-    """E2E-1, CUT-4, I5, I16, I25, I26: token for token what it would have been."""
+    """E2E-1, CUT-4, I5, I16, I17, I25, I26: token for token what they would have been.
+
+    One has just begun, one is nearly done, the reply of one is held, and of one there is nothing yet.
+    """
+    rollouts = [episode(name) for name in ("begun", "nearly", "held", "nothing")]
+    emitted = {"begun": 7, "nearly": 19, "held": 3, "nothing": 0}
+    continued_tokens = {"begun": 7, "nearly": 19, "held": 20, "nothing": 0}
     async with open_world(forks, tmp_path, policy_workers=policy_workers) as world:
         async with world.life() as life:
             undisturbed = await life.undisturbed()
             world.engine.stops_at = 2
-            life.start(R)
-            (call,) = await world.engine.held()
-            call.emit(7)
-            counts = await life.checkpoint("c1", R)
-            assert (counts["cut"], counts["cut_failed"]) == (1, 0)
+            life.start(*rollouts)
+            calls = {rollout_of(call): call for call in await world.engine.held(4)}
+            for name, count in emitted.items():
+                calls[name].emit(count)
+            counts = await life.prepare("c1")
+            assert (counts["cut"], counts["cut_failed"]) == (3, 1)
+            calls["held"].finish.set()
+            await world.outside.until_staged(calls["held"])
+            await life.commit("c1", *rollouts)
+            assert life.replies.keys() == {UNDISTURBED}
         world.engine.stops_at = None
-        asked = len(world.engine.calls)
-        async with world.life("c1", [R]) as life:
-            await life.run(R1)
-            continued = await life.evidence(R1)
-        assert compare(undisturbed, continued).equal
-        assert continued.final_state["final_count"] == MOVES
-        assert [row.continued_token_count for row in continued.calls] == [0, 0, 7, 0, 0]
-        assert [row.staged_under for row in continued.calls] == ["r"] * 2 + ["r-a1"] * 3
-        # Nothing before the boundary was asked again, and of the call in flight only the rest.
-        assert world.engine.asked()[asked:] == [2, 3, 4]
-        assert [call.generated for call in world.engine.calls[asked:]] == [13, 20, 20]
-        assert len(world.judge.cases) == 2
+        before = len(world.engine.calls)
+        async with world.life("c1", rollouts) as life:
+            life.start(*(rollout.next_attempt() for rollout in rollouts))
+            await life.until_replied(*(rollout.next_attempt() for rollout in rollouts))
+            for rollout in rollouts:
+                name = rollout.rollout_id
+                continued = await life.evidence(rollout.next_attempt())
+                assert compare(undisturbed, continued).equal, name
+                assert continued.final_state["final_count"] == MOVES
+                from_cuts = [row.continued_token_count for row in continued.calls]
+                assert from_cuts == [0, 0, continued_tokens[name], 0, 0], name
+                staged = [row.staged_under for row in continued.calls]
+                assert staged == [name] * 2 + [f"{name}-a1"] * 3
+                # Nothing before the boundary was asked again; of the call in flight only the rest.
+                again = [c for c in world.engine.calls[before:] if rollout_of(c) == name]
+                assert [len(outputs_of(call)) for call in again] == [2, 3, 4]
+                rest = OUTPUT_TOKENS - continued_tokens[name]
+                assert [c.generated for c in again] == [rest, OUTPUT_TOKENS, OUTPUT_TOKENS]
+        assert len(world.judge.cases) == 1 + len(rollouts)
 
 
 @both
@@ -106,7 +130,7 @@ async def test_a_checkpoint_without_a_crash_parks_and_releases(
         world.engine.stops_at = None
         call.finish.set()
         life.start(S)
-        await life.until_count("policy", "held", 1)
+        await world.outside.until_staged(call)
         await life.until_count("environment", "waiting", 1)
         assert life.replies.keys() == {UNDISTURBED}
         assert len(await life.rows(R)) == 2
@@ -195,6 +219,7 @@ async def test_what_finishes_during_prepare_is_neither_lost_nor_redone(
                 await life.until_rows(S, CALLS)
                 world.judge.door.let_go()
             assert life.replies.keys() == {UNDISTURBED}
+            ended: list[Evidence] = []
             if not crashes:
                 await life.resume("c1")
                 await life.until_replied(R, S)
@@ -204,7 +229,7 @@ async def test_what_finishes_during_prepare_is_neither_lost_nor_redone(
                 await life.run(R1)
                 await life.run(S1)
                 ended = [await life.evidence(R1), await life.evidence(S1)]
-        assert all(compare(undisturbed, evidence).equal for evidence in ended)
+        assert [compare(undisturbed, evidence).equal for evidence in ended] == [True, True]
         assert len(world.engine.calls) == 3 * CALLS
         assert len(world.judge.cases) == 3
 

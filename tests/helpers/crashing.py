@@ -20,6 +20,7 @@ import trio
 
 from gymtrio.capture.ledger import LedgerRow
 from gymtrio.capture.log_store import LogTokenStore, open_log_store
+from gymtrio.capture.tokens import StagingKey, TokensMissing
 from gymtrio.checkpoint.coordination import Controller
 from gymtrio.cli.demonstration.evidence import Evidence, read_evidence
 from gymtrio.cli.demonstration.rollouts import read_ledger
@@ -41,11 +42,12 @@ from gymtrio.serving.pool import open_pool
 from gymtrio.serving.supervisor import write_resolved
 from gymtrio.serving.transports import open_transport
 from gymtrio.strict import unstructure
-from gymtrio.wire.control import CommitReply, Kind, StatusReply
+from gymtrio.wire.control import Kind, StatusReply
 from gymtrio.wire.unix import runtime_directory
 from tests.helpers.forked_servers import Forked, Forks, reserved_addresses
 from tests.helpers.game import TASK, GameEngine, Judge
 from tests.helpers.hash_engine import NativeEngine
+from tests.helpers.scripted_backend import LiveCall
 from tests.helpers.serving import make_app, serve_on_sockets
 
 TIMEOUT_S: Final = 30.0
@@ -83,6 +85,21 @@ class Outside:
     judge: Judge
     store: LogTokenStore
     checkpoints: Path
+
+    async def until_staged(self, call: LiveCall) -> None:
+        """Wait until the policy server has a reply, and lacks nothing to let it leave."""
+        extension = call.extension
+        assert extension is not None
+        key = StagingKey(f"{extension.capture_key}/{extension.model_call_id}/whole")
+
+        async def is_so() -> bool:
+            try:
+                await self.store.get(key)
+            except TokensMissing:
+                return False
+            return True
+
+        await until(is_so)
 
 
 @attrs.frozen
@@ -174,25 +191,32 @@ class Life:
     async def until_count(self, server: str, name: str, number: int) -> None:
         await self.until_status(server, lambda status: status.report.counts[name] == number)
 
-    async def commit(self, name: str, *scope: EpisodeId) -> dict[str, CommitReply]:
-        """Write a checkpoint that is prepared."""
-        return await self.controller.commit(
-            CheckpointId(name), self._place(name), scope, timeout_s=TIMEOUT_S
-        )
-
-    async def checkpoint(self, name: str, *scope: EpisodeId) -> dict[str, int]:
-        """Prepare and commit; it stays open.
+    async def prepare(self, name: str) -> dict[str, int]:
+        """Close everything.
 
         Returns:
             The policy server's counts.
         """
         prepared = await self.controller.prepare(CheckpointId(name), timeout_s=TIMEOUT_S)
         assert prepared.ready, prepared.blocking
-        replies = await self.commit(name, *scope)
+        return dict(prepared.reports["policy"].counts)
+
+    async def commit(self, name: str, *scope: EpisodeId) -> None:
+        """Write a checkpoint that is prepared."""
+        replies = await self.controller.commit(
+            CheckpointId(name), self._place(name), scope, timeout_s=TIMEOUT_S
+        )
         keys = sorted(episode_id.capture_key for episode_id in scope)
         for server in ("environment", "policy"):
             assert list(replies[server].episode_ids) == keys, server
-        return dict(prepared.reports["policy"].counts)
+        staged: Any = replies["policy"].extra["staging_keys"]
+        for key in staged:
+            await self.outside.store.get(key)
+
+    async def checkpoint(self, name: str, *scope: EpisodeId) -> None:
+        """Prepare and commit; it stays open."""
+        await self.prepare(name)
+        await self.commit(name, *scope)
 
     async def resume(self, name: str) -> None:
         await self.controller.resume(CheckpointId(name), timeout_s=TIMEOUT_S)

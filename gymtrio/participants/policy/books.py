@@ -8,7 +8,8 @@ several it is the coordinator, and every worker asks it over a link.
 - B2 A restored cut is unclaimed or held by one call that is in; a call that ends without having
   delivered gives it back, and so does a worker that is lost (CUT-5, I14, HARD-7).
 - B3 A row stands in the ledger from the instant its reply begins to leave until its call has ended,
-  and after that only if the reply was sent (POL-3, I16).
+  and after that only if the reply was sent, or the conversation went on from it, which proves that it
+  has arrived (POL-3, I16). So no row loses the parent that it names.
 - B4 Whether a reply that was leaving when its worker was lost has arrived, nobody knows. Its row stays,
   as uncertain, also through a restore: until the conversation goes on from it, which proves that it
   has, or the same is asked again, which proves that it has not.
@@ -45,6 +46,8 @@ class OpenCall:
     claimed: CutRecord | None
     row: LedgerRow | None = None
     """In the ledger; the reply is leaving."""
+    heard: bool = False
+    """The conversation went on from the reply, so it has arrived whatever else is said of it."""
     ended: trio.Event = attrs.Factory(trio.Event)
 
 
@@ -76,6 +79,8 @@ class Books:
         if self._unstarted.get(episode_id.rollout_id) == episode_id:
             del self._unstarted[episode_id.rollout_id]
         parent_call_id = self._find_parent(entry)
+        if parent_call_id in self._calls:
+            self._calls[parent_call_id].heard = True
         self._admitted += 1
         restored = self.cuts.peek(episode_id) if entry.continues else None
         call = OpenCall(
@@ -111,7 +116,7 @@ class Books:
         if call is None:
             return
         self._by_rollout.remove(call.episode_id, call)
-        if not (sent and call.row is not None):
+        if call.row is None or not (sent or call.heard):
             self.ledger.take_back(call.episode_id, call_id)
             if call.claimed is not None:
                 self.cuts.give_back(call.episode_id, call.claimed)
@@ -125,7 +130,7 @@ class Books:
         """
         lost = [call for call in self._calls.values() if call.owner == owner]
         for call in lost:
-            if call.row is not None:
+            if call.row is not None and not call.heard:
                 self._uncertain.setdefault(call.episode_id, set()).add(call.call_id)
             self.end(call.call_id, sent=call.row is not None)
         return sorted({call.episode_id for call in lost})

@@ -136,6 +136,27 @@ def test_an_uncertain_row_is_settled_by_what_the_attempt_does_next() -> None:
         assert each.record_of(R, None).uncertain == ()
 
 
+@pytest.mark.parametrize("end", ["lost", "not sent"])
+def test_a_reply_that_was_gone_on_from_has_arrived(end: str) -> None:
+    """I16, B3: its row is the parent of another one, without which no restore would take them."""
+    books = Books()
+    books.enter(entry("parent", "p"), owner="a")
+    books.deliver("parent", row("parent", "p"))
+    entered = books.enter(entry("child", "c", chain=("end of parent",)), owner="b")
+    assert entered.parent_call_id == "parent"
+    if end == "lost":
+        books.lose("a")
+    else:
+        books.end("parent", sent=False)
+    assert books.record_of(R, None).uncertain == ()
+    books.enter(entry("the same again", "p"), owner="b")
+    books.deliver("child", row("child", "c", parent="parent"))
+    books.end("child", sent=True)
+    record = books.record_of(R, None)
+    assert merge([(R, record)]) == {R: record}
+    assert ids(books) == ["parent", "child"]
+
+
 def test_nothing_is_left_of_what_is_forgotten() -> None:
     """I34."""
     books = Books()

@@ -41,6 +41,7 @@ from gymtrio.serving.host import HostPorts, OpenService, S, ServiceHost
 from gymtrio.serving.lifespan import open_lifespan
 from gymtrio.serving.metrics import ServerMetrics
 from gymtrio.serving.transports import open_frames_server, open_transport
+from gymtrio.serving.workers import WORKER_VARIABLE
 from gymtrio.settings import Secret, load_settings
 from gymtrio.wire.control import Kind
 
@@ -112,7 +113,13 @@ class ServerApp(Generic[S]):
             deployment, name = _deployment_of_environment(self.default_instance)
             async with (
                 open_asgi(self, deployment=deployment, name=name) as running,
-                open_frames_server(running, deployment, name, calls=running.calls) as frames,
+                open_frames_server(
+                    running,
+                    deployment,
+                    name,
+                    calls=running.calls,
+                    worker=os.environ.get(WORKER_VARIABLE),
+                ) as frames,
             ):
                 self._running = running
                 await send({"type": "lifespan.startup.complete"})

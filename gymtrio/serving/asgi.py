@@ -30,6 +30,11 @@ from gymtrio.serving.http import (
 JOINED_BODY_BYTES_MAX: Final = 65536
 """An application's answer up to this leaves with its head, in however many pieces it was made."""
 
+_SEND_BYTES: Final = 65536
+_SEND_S_MAX: Final = 30.0
+"""A peer of a foreign server that takes less than `_SEND_BYTES` within this time counts as gone, as one
+of ours does: such a server waits for it for ever, and what is sent last cannot be cancelled."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -219,7 +224,7 @@ class ForeignExchange:
         sent = False
         try:
             shown = b"" if self.method == "HEAD" else body
-            with self._last_words():
+            with self._last_words(len(shown)):
                 await self.begin(status, headers, len(body))
                 await self._send({"type": "http.response.body", "body": shown, "more_body": False})
             sent = True
@@ -237,16 +242,18 @@ class ForeignExchange:
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def finish(self) -> None:
-        with self._last_words():
+        with self._last_words(0):
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     @contextmanager
-    def _last_words(self) -> Iterator[None]:
+    def _last_words(self, size_bytes: int) -> Iterator[None]:
         # Hypercorn announces a disconnect while it finishes a request.
         if self._left:
             raise ClientGone
-        with trio.CancelScope(shield=True):
+        with _bounded_shield(size_bytes) as scope:
             yield
+        if scope.cancelled_caught:
+            raise ClientGone
 
     async def watch(self, work: trio.CancelScope) -> None:
         """Cancel the work when the caller leaves; drops what it sends besides."""
@@ -292,9 +299,14 @@ def uninterrupted(send: Send) -> Send:
 
     async def shielded(message: Message) -> None:
         try:
-            with trio.CancelScope(shield=True):
+            with _bounded_shield(len(message.get("body", b""))):
                 await send(message)
         except ClientGone:
             pass
 
     return shielded
+
+
+def _bounded_shield(size_bytes: int) -> trio.CancelScope:
+    allowed_s = _SEND_S_MAX * (1 + size_bytes // _SEND_BYTES)
+    return trio.CancelScope(shield=True, deadline=trio.current_time() + allowed_s)

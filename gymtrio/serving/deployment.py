@@ -194,28 +194,40 @@ class Deployment:
             raise SettingsError(f"server {name!r} is bound to port 0, which nobody replaced yet")
         return parse_bind(entry.bind).url
 
-    def socket_path(self, name: str) -> Path | None:
-        """Where a server of this host takes frames; None: it does not.
-
-        A server of several processes does not: its connections could not be shared out among them.
-        """
+    def socket_paths(self, name: str) -> tuple[Path, ...]:
+        """Where a server of this host takes frames: a path for each of its processes, or none."""
         entry = self.servers.get(name)
         if self.transport != "frames" or self.socket_dir is None:
-            return None
-        if entry is None or entry.app is None or entry.settings.get("num_workers", 1) != 1:
-            return None
+            return ()
+        if entry is None or entry.app is None:
+            return ()
         short = name
         if len(name) > SOCKET_NAME_CHARACTERS_MAX:
             short = hashlib.sha256(name.encode("ascii")).hexdigest()[:SOCKET_NAME_CHARACTERS_MAX]
-        return Path(self.socket_dir) / short
+        directory, count = Path(self.socket_dir), entry.settings.get("num_workers", 1)
+        if type(count) is not int or count <= 1:
+            return (directory / short,)
+        return tuple(directory / f"{short}.{worker}" for worker in range(count))
 
-    def frames_address(self, name: str) -> str | None:
-        """How a server is called over frames: a socket's path or `tcp://host:port`; None: it is not."""
-        path = self.socket_path(name)
+    def socket_path(self, name: str, worker: str | None = None) -> Path | None:
+        """Where one process of a server takes frames; None: it does not.
+
+        Args:
+            worker: its number, if the server has several.
+        """
+        paths = self.socket_paths(name)
+        if worker is None:
+            return paths[0] if len(paths) == 1 else None
+        number = int(worker) if worker.isdecimal() else len(paths)
+        return paths[number] if number < len(paths) else None
+
+    def frames_addresses(self, name: str) -> tuple[str, ...]:
+        """How a server is called over frames: paths of sockets, `tcp://host:port`, or not at all."""
+        paths = self.socket_paths(name)
         entry = self.servers.get(name)
-        if path is not None or entry is None or entry.frames is None:
-            return None if path is None else str(path)
-        return None if self.transport != "frames" else entry.frames
+        if paths or entry is None or entry.frames is None or self.transport != "frames":
+            return tuple(map(str, paths))
+        return (entry.frames,)
 
     def resolved(self, binds: Mapping[str, Bind]) -> Deployment:
         """The same deployment with the addresses that were really bound."""

@@ -1,4 +1,4 @@
-"""Calls between servers over frames: one connection per called server, for any number of calls.
+"""Calls between servers over frames: one connection per called process, for any number of calls.
 
 Invariants:
   F1  A connection is made when the first call needs it, by one task, for all who wait for it; when it
@@ -6,14 +6,19 @@ Invariants:
   F2  A request is sent twice only if it is repeatable and the connection ended before anything of its
       reply was given to the caller; the second time goes over another connection.
   F3  A reply belongs to the call that it names. A call that is left is cancelled at the callee.
+  F4  Of a server with several processes a call goes to the one with the fewest calls of ours under way;
+      one that cannot be connected to is left alone for a moment, as long as there are others. Control
+      calls go to their common port instead: which of them stands still, the kernel knows first. So do
+      all calls while none of them takes frames: they may have been started by other means.
 
 Origins without an address here are called over HTTP.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Final
 
 import attrs
@@ -45,7 +50,14 @@ from gymtrio.wire.messages import Hello
 from gymtrio.wire.tcp import connect_tcp
 from gymtrio.wire.unix import connect_unix
 
+SHUNNED_S: Final = 1.0
+"""A worker that died is replaced within about this."""
+
 _ERROR_HEADERS: Final[Headers] = ((b"content-type", JSON_CONTENT_TYPE.encode("ascii")),)
+
+
+class _NobodyThere(TransportError):
+    """There is no connection, so nothing was sent."""
 
 
 class _Opening:
@@ -83,6 +95,18 @@ class _Line:
         self._connect = connect
         self._nursery = nursery
         self._opening: _Opening | None = None
+        self._shunned_until = -math.inf
+        self.calls = 0
+        """Under way."""
+
+    @property
+    def is_shunned(self) -> bool:
+        return trio.current_time() < self._shunned_until
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """The lowest is called next (F4)."""
+        return self.is_shunned, self.calls
 
     @property
     def open_channel(self) -> Channel | None:
@@ -105,8 +129,67 @@ class _Line:
         if opening.channel is None:
             await opening.settled.wait()
             if opening.channel is None:
-                raise TransportError(f"{self._origin}: cannot connect: {opening.failure}")
+                self._shunned_until = trio.current_time() + SHUNNED_S
+                raise _NobodyThere(f"{self._origin}: cannot connect: {opening.failure}")
         return opening.channel
+
+
+class _Lines:
+    """The connections to the processes of one server."""
+
+    def __init__(self, lines: Sequence[_Line]) -> None:
+        self._lines = lines
+        self.several = len(lines) > 1
+
+    def carry(self, lane: Lane) -> bool:
+        """Whether a call goes over frames now."""
+        if not self.several:
+            return True
+        return lane is not Lane.CONTROL and not all(line.is_shunned for line in self._lines)
+
+    @contextmanager
+    def taken(self) -> Iterator[_Taken]:
+        """Take one for a call."""
+        taken = _Taken(self._lines)
+        try:
+            yield taken
+        finally:
+            taken.release()
+
+
+class _Taken:
+    """The line of one call, and the next one should it lead nowhere."""
+
+    def __init__(self, lines: Sequence[_Line]) -> None:
+        self._lines = lines
+        self._line = min(lines, key=lambda line: line.rank)
+        self._line.calls += 1
+
+    def release(self) -> None:
+        self._line.calls -= 1
+
+    @property
+    def open_channel(self) -> Channel | None:
+        return self._line.open_channel
+
+    async def channel(self) -> Channel:
+        """A connection to any of the processes.
+
+        Raises:
+            _NobodyThere: none can be connected to.
+        """
+        tried: set[int] = set()
+        while True:
+            try:
+                return await self._line.channel()
+            except _NobodyThere:
+                tried.add(id(self._line))
+                others = [line for line in self._lines if id(line) not in tried]
+                if not others:
+                    raise
+                self.release()
+                self._line = min(others, key=lambda line: line.rank)
+                self._line.calls += 1
 
 
 class FramesTransport:
@@ -115,7 +198,7 @@ class FramesTransport:
     def __init__(
         self,
         nursery: trio.Nursery,
-        addresses: Mapping[Origin, str],
+        addresses: Mapping[Origin, Sequence[str]],
         http: Pool,
         me: Hello,
         token: Secret | None,
@@ -127,8 +210,10 @@ class FramesTransport:
         self._token = token
         self._settings = settings
         self._lines = {
-            origin: _Line(origin, address, self._keep_connected, nursery)
-            for origin, address in addresses.items()
+            origin: _Lines(
+                [_Line(origin, address, self._keep_connected, nursery) for address in several]
+            )
+            for origin, several in addresses.items()
         }
 
     async def _keep_connected(self, opening: _Opening, origin: Origin, address: str) -> None:
@@ -151,13 +236,29 @@ class FramesTransport:
         calls = sum(count for of, count in self._calls.items() if lane in (None, of))
         return attrs.evolve(http, active=http.active + calls)
 
+    def _lines_of(self, origin: Origin, lane: Lane) -> _Lines | None:
+        """None: it is called over HTTP."""
+        lines = self._lines.get(origin)
+        return lines if lines is not None and lines.carry(lane) else None
+
     async def request(
         self, origin: Origin, outgoing: Outgoing, lane: Lane, deadline: float
     ) -> WholeReply | None:
         """See `gymtrio.serving.client.WholeTransport`."""
-        line = self._lines.get(origin)
-        if line is None:
+        lines = self._lines_of(origin, lane)
+        if lines is None:
             return None
+        with lines.taken() as line:
+            try:
+                return await self._whole_reply(line, origin, outgoing, lane, deadline)
+            except _NobodyThere:
+                if lines.several:
+                    return None
+                raise
+
+    async def _whole_reply(
+        self, line: _Taken, origin: Origin, outgoing: Outgoing, lane: Lane, deadline: float
+    ) -> WholeReply:
         head = encode_request(outgoing.method, outgoing.target, outgoing.headers)
         control = lane is Lane.CONTROL
         body = outgoing.body
@@ -191,24 +292,31 @@ class FramesTransport:
         self, origin: Origin, outgoing: Outgoing, lane: Lane
     ) -> AsyncIterator[Incoming]:
         """See `gymtrio.serving.client.Transport`."""
-        line = self._lines.get(origin)
-        if line is None:
+        lines = self._lines_of(origin, lane)
+        if lines is None:
             async with self._http.exchange(origin, outgoing, lane) as incoming:
                 yield incoming
             return
         self._calls[lane] += 1
         try:
-            incoming = await _entered(line, origin, outgoing, lane)
-            try:
-                yield incoming
-            finally:
-                await incoming.leave()
+            async with AsyncExitStack() as stack:
+                line = stack.enter_context(lines.taken())
+                try:
+                    entered = await _entered(line, origin, outgoing, lane)
+                except _NobodyThere:
+                    if not lines.several:
+                        raise
+                    over_http = self._http.exchange(origin, outgoing, lane)
+                    yield await stack.enter_async_context(over_http)
+                else:
+                    stack.push_async_callback(entered.leave)
+                    yield entered
         finally:
             self._calls[lane] -= 1
 
 
 async def _entered(
-    line: _Line, origin: Origin, outgoing: Outgoing, lane: Lane
+    line: _Taken, origin: Origin, outgoing: Outgoing, lane: Lane
 ) -> _Reply | _Refused:
     head = encode_request(outgoing.method, outgoing.target, outgoing.headers)
 
@@ -299,7 +407,7 @@ class _Refused:
 
 @asynccontextmanager
 async def open_frames(
-    addresses: Mapping[Origin, str],
+    addresses: Mapping[Origin, Sequence[str]],
     http: Pool,
     *,
     me: Hello,
@@ -309,7 +417,8 @@ async def open_frames(
     """Open the transport; leaving the block closes its connections.
 
     Args:
-        addresses: where an origin is called over frames: a socket's path, or `tcp://host:port`.
+        addresses: where an origin is called over frames, one for each of its processes: a socket's
+            path, or `tcp://host:port`.
         http: for all other origins.
         token: presented to those who ask for it.
     """

@@ -6,11 +6,9 @@ in another dialect; a call with `stream: true` gets its whole reply told as even
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
-
-import trio
 
 from gymtrio.capture.replies import Route
 from gymtrio.errors import InvalidRequest, Refusal
@@ -20,14 +18,7 @@ from gymtrio.serving.anthropic_messages import (
     error_of_messages,
     message_of_chat,
 )
-from gymtrio.serving.http import (
-    Answer,
-    Handler,
-    Request,
-    Response,
-    StreamingResponse,
-    json_response,
-)
+from gymtrio.serving.http import Handler, Request, Response, json_response
 from gymtrio.serving.openai_shapes import complete_reply
 from gymtrio.serving.reply_streams import stream_of_reply
 from gymtrio.wire.native import ADMISSION_HEADER
@@ -44,7 +35,7 @@ def policy_routes(policy: Policy, model: str) -> dict[tuple[str, str], Handler]:
     return routes | {("GET", "/v1/models"): partial(_list_models, model)}
 
 
-async def _answer(policy: Policy, route: Route, model: str, request: Request) -> Answer:
+async def _answer(policy: Policy, route: Route, model: str, request: Request) -> Response:
     try:
         return await _serve(policy, route, model, request)
     except Refusal as refusal:
@@ -65,7 +56,7 @@ def _refuse(
     return json_response(body, refusal.status, headers, on_done=on_done)
 
 
-async def _serve(policy: Policy, route: Route, model: str, request: Request) -> Answer:
+async def _serve(policy: Policy, route: Route, model: str, request: Request) -> Response:
     """Serve one call; from the reply to the answer there is no suspension (POL-2)."""
     asked = request.json()
     if not isinstance(asked, dict):
@@ -83,7 +74,7 @@ async def _serve(policy: Policy, route: Route, model: str, request: Request) -> 
             epoch=request.epoch,
         ),
     )
-    answer: Answer | None = None
+    answer: Response | None = None
     try:
         if reply.refusal is not None:
             answer = _refuse(route, reply.refusal, reply.done)
@@ -113,32 +104,22 @@ def _told(
     reply: PolicyReply,
     stream: bool,
     include_usage: bool,
-) -> Answer:
+) -> Response:
     complete_reply(Route.CHAT if route is Route.MESSAGES else route, asked, reply.body, model)
     body: dict[str, Any] = reply.body
     if route is Route.MESSAGES:
         body = message_of_chat(body)
     if not stream:
         return json_response(body, on_done=reply.done)
-    events = stream_of_reply(route, body, include_usage=include_usage)
-    return StreamingResponse(
-        200, _Events(events), [("cache-control", "no-cache")], on_done=reply.done
+    # One piece, although it is read as a stream: a caller that leaves after the last event has all of
+    # it, and would seem to have left before the end of a chunked body.
+    return Response(
+        200,
+        b"".join(stream_of_reply(route, body, include_usage=include_usage)),
+        [("cache-control", "no-cache")],
+        "text/event-stream",
+        on_done=reply.done,
     )
-
-
-class _Events:
-    # Not a generator: one that is left in the middle must be closed by whoever left it.
-    def __init__(self, events: Iterator[bytes]) -> None:
-        self._events = events
-
-    def __aiter__(self) -> _Events:
-        return self
-
-    async def __anext__(self) -> bytes:
-        await trio.lowlevel.checkpoint()
-        for event in self._events:
-            return event
-        raise StopAsyncIteration
 
 
 async def _list_models(model: str, request: Request) -> Response:

@@ -33,9 +33,9 @@ async def open_transport(
         name: of whoever calls, for the logs of the called.
     """
     addresses = {
-        peer_of_url(deployment.url(server)).origin: address
+        peer_of_url(deployment.url(server)).origin: several
         for server, entry in deployment.servers.items()
-        if not entry.is_unbound and (address := deployment.frames_address(server)) is not None
+        if not entry.is_unbound and (several := deployment.frames_addresses(server))
     }
     async with open_pool(deployment.client) as pool:
         if not addresses:
@@ -59,11 +59,13 @@ async def open_frames_server(
     randomness: Randomness | None = None,
     *,
     calls: Mapping[str, CallHandler] | None = None,
+    worker: str | None = None,
 ) -> AsyncIterator[FramesServer]:
     """Serve an application over frames wherever its deployment says; perhaps nowhere.
 
     Args:
         calls: see `FramesServer`.
+        worker: the number of this process, if the server has several.
 
     Raises:
         HostError: it cannot listen there.
@@ -77,7 +79,7 @@ async def open_frames_server(
     token = deployment.checkpoint.control_auth_token
     async with AsyncExitStack() as stack:
         nursery = await stack.enter_async_context(open_background())
-        path = deployment.socket_path(name)
+        path = deployment.socket_path(name, worker)
         if path is not None:
             files = await stack.enter_async_context(open_unix_listener(path))
             # Who calls for data needs no token here; who presents one may control.

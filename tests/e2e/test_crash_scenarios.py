@@ -297,6 +297,34 @@ async def test_a_checkpoint_is_restored_again_after_its_replacement_has_made_cal
         )
 
 
+@both
+async def test_a_policy_server_that_dies_alone_is_in_no_checkpoint(
+    forks: Forks, tmp_path: Path, policy_workers: int
+) -> None:
+    """E2E-1, HARD-3, HARD-13, I16: what it knew is missing, so the last whole one is gone back to."""
+    async with open_world(forks, tmp_path, policy_workers=policy_workers) as world:
+        async with world.life() as life:
+            undisturbed = await life.undisturbed()
+            world.judge.door.shut()
+            life.start(R)
+            await world.judge.door.reached.wait()
+            await life.checkpoint("c1", R)
+            await life.resume("c1")
+            async with world.replaced("policy"):
+                c2 = life.controller.checkpoint(
+                    CheckpointId("c2"), life.place("c2"), timeout_s=TIMEOUT_S
+                )
+                with pytest.raises(Failed) as refused:
+                    async with c2:
+                        pass
+                assert refused.value.failures.keys() == {"policy"}
+        world.judge.door.let_go()
+        async with world.life("c1", [R]) as life:
+            await life.run(R1)
+            assert compare(undisturbed, await life.evidence(R1)).equal
+        assert len(world.engine.calls) == 2 * CALLS
+
+
 async def test_policy_workers_that_are_killed_take_nothing_with_them(tmp_path: Path) -> None:
     """E2E-1, WRK-3, WRK-5, I16, I18: one while idle, one while a checkpoint is open."""
     async with open_outside(tmp_path) as (outside, urls):

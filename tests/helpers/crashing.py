@@ -204,7 +204,7 @@ class Life:
     async def commit(self, name: str, *scope: EpisodeId) -> None:
         """Write a checkpoint that is prepared."""
         replies = await self.controller.commit(
-            CheckpointId(name), self._place(name), scope, timeout_s=TIMEOUT_S
+            CheckpointId(name), self.place(name), scope, timeout_s=TIMEOUT_S
         )
         keys = sorted(episode_id.capture_key for episode_id in scope)
         for server in ("environment", "policy"):
@@ -223,10 +223,10 @@ class Life:
 
     async def restore(self, name: str, *scope: EpisodeId) -> None:
         await self.controller.restore(
-            CheckpointId(name), self._place(name), scope, timeout_s=TIMEOUT_S
+            CheckpointId(name), self.place(name), scope, timeout_s=TIMEOUT_S
         )
 
-    def _place(self, name: str) -> str:
+    def place(self, name: str) -> str:
         return str(self.outside.checkpoints / name)
 
 
@@ -237,6 +237,7 @@ class World:
         self.outside = outside
         self._file = file
         self._forks = forks
+        self._forked: dict[str, Forked] = {}
 
     @property
     def engine(self) -> GameEngine:
@@ -265,9 +266,20 @@ class World:
                 await life.controller.start_afresh([], timeout_s=TIMEOUT_S)
             else:
                 await life.restore(restored, *scope)
+            self._forked = forked
             yield life
             await kill(forked.values())
             life.nursery.cancel_scope.cancel()
+
+    @asynccontextmanager
+    async def replaced(self, server: str) -> AsyncIterator[None]:
+        """Kill one server alone; for the time of the block there is another in its place."""
+        await kill([self._forked[server]])
+        async with (
+            self._forks.start(self._file, {server: None}),
+            serving(load_deployment(self._file)),
+        ):
+            yield
 
 
 async def kill(groups: Iterable[Forked]) -> None:

@@ -151,7 +151,7 @@ async def over_frames(
             http = await stack.enter_async_context(open_pool(settings))
             caller = Hello(role="server", name="caller", instance="1")
             frames = await stack.enter_async_context(
-                open_frames({origin: str(path)}, http, me=caller, settings=settings)
+                open_frames({origin: (str(path),)}, http, me=caller, settings=settings)
             )
             yield ServerClient(directory, frames, settings)
 

@@ -135,19 +135,23 @@ def test_where_a_server_takes_frames(file: Path) -> None:
         "foreign": ServerEntry(url="http://gpu-1:8001", kind=Kind.MODEL),
     }
     deployment = attrs.evolve(given, servers=servers, socket_dir="/run/s")
-    found = {name: deployment.frames_address(name) for name in servers}
-    assert len(str(found.pop(long))) < 60
+    found = {name: deployment.frames_addresses(name) for name in servers}
+    (path,) = found.pop(long)
+    assert len(path) < 60
     assert found == {
-        "here": "/run/s/here",
-        "several": None,
-        "both": "/run/s/both",
-        "there": "tcp://gpu-1:9000",
-        "foreign": None,
+        "here": ("/run/s/here",),
+        "several": ("/run/s/several.0", "/run/s/several.1"),
+        "both": ("/run/s/both",),
+        "there": ("tcp://gpu-1:9000",),
+        "foreign": (),
     }
     http = attrs.evolve(deployment, transport="http")
-    assert {http.frames_address(name) for name in servers} == {None}
+    assert {http.frames_addresses(name) for name in servers} == {()}
     alone = attrs.evolve(deployment, socket_dir=None)
-    assert alone.frames_address("here") is None
+    assert alone.frames_addresses("here") == ()
+    assert deployment.socket_path("several", "1") == Path("/run/s/several.1")
+    for worker in (None, "2", "pid-7"):
+        assert deployment.socket_path("several", worker) is None
 
 
 def test_without_a_deployment_no_server_is_known() -> None:

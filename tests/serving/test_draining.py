@@ -14,19 +14,21 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from gymtrio.context import Receive, Scope, Send
 from gymtrio.limits import WAKE_SLICE_TASKS
 from gymtrio.serving.app import open_asgi
-from gymtrio.serving.client import Reply, ServerClient, peer_of_url
+from gymtrio.serving.client import Reply
 from gymtrio.serving.connection import HttpLimits
-from gymtrio.serving.deployment import DeploymentDirectory, parse_deployment
+from gymtrio.serving.deployment import parse_deployment
 from gymtrio.serving.dispatch import Dispatcher
 from gymtrio.serving.draining import InWork
-from gymtrio.serving.frames_transport import open_frames
+from gymtrio.serving.frames_head import KIND, decode_reply, encode_request
 from gymtrio.serving.host import HostPorts
 from gymtrio.serving.http import Request, Response, json_response
 from gymtrio.serving.pool import open_pool
 from gymtrio.serving.transports import open_frames_server
+from gymtrio.wire.channel import open_channel
 from gymtrio.wire.control import CONTROL_PREFIX, Kind
 from gymtrio.wire.messages import Hello
-from gymtrio.wire.unix import runtime_directory
+from gymtrio.wire.unix import connect_unix, runtime_directory
+from tests.helpers.channels import HeldStream
 from tests.helpers.clocks import FollowingClock
 from tests.helpers.every_kind import AUTHORIZATION, SORTS, TOKEN, control, open_waiting
 from tests.helpers.memory_archive import MemoryArchive
@@ -262,9 +264,9 @@ async def test_a_commit_that_outlasts_the_grace_is_aborted_whole_or_finishes(
 
 
 async def test_every_answer_of_a_drain_leaves_over_frames() -> None:
-    """SRV-2: thousands on one connection, more than its socket takes at once."""
+    """SRV-2: thousands on one connection, whose peer does not read for a moment."""
     parked, count = 0, 4_000
-    full, stop, listening = trio.Event(), trio.Event(), trio.Event()
+    full, drained, listening = trio.Event(), trio.Event(), trio.Event()
 
     async def park(request: Request) -> Response:
         nonlocal parked
@@ -279,9 +281,11 @@ async def test_every_answer_of_a_drain_leaves_over_frames() -> None:
             open_frames_server(app, deployment, "peer"),
         ):
             listening.set()
-            await stop.wait()
+            await full.wait()
             app.stop_accepting()
+            held.hold()
             await app.drain()
+            drained.set()
 
     statuses: list[int] = []
     with runtime_directory() as directory, trio.fail_after(60):
@@ -291,23 +295,23 @@ async def test_every_answer_of_a_drain_leaves_over_frames() -> None:
             where="test",
             environment={},
         )
-        addresses = {peer_of_url("http://peer").origin: str(deployment.socket_path("peer"))}
-        async with open_pool() as pool, trio.open_nursery() as nursery:
+        path = deployment.socket_path("peer")
+        assert path is not None
+        async with trio.open_nursery() as nursery:
             nursery.start_soon(serve)
             await listening.wait()
+            held = HeldStream(await connect_unix(path))
             me = Hello(role="server", name="caller", instance="1")
-            async with open_frames(addresses, pool, me=me) as frames:
-                client = ServerClient(DeploymentDirectory(deployment), frames)
+            async with open_channel(held, role="opener", me=me) as channel:
 
                 async def call() -> None:
-                    reply = await client.request(
-                        "http://peer", "POST", "/run", json={}, context=None
-                    )
-                    statuses.append(reply.status)
+                    reply = await channel.request(KIND, head=encode_request("POST", "/run", ()))
+                    statuses.append(decode_reply(reply.head)[0])
 
                 async with trio.open_nursery() as calls:
                     for _ in range(count):
                         calls.start_soon(call)
-                    await full.wait()
-                    stop.set()
+                    await drained.wait()
+                    await wait_all_tasks_blocked()
+                    held.let_go()
     assert statuses == [503] * count

@@ -19,6 +19,7 @@ from hypercorn.config import Config
 from gymtrio.background import open_background
 from gymtrio.context import AsgiApp
 from gymtrio.errors import TransportError
+from gymtrio.serving import frames_transport
 from gymtrio.serving.app import open_asgi
 from gymtrio.serving.client import ServerClient, peer_of_url
 from gymtrio.serving.deployment import (
@@ -45,7 +46,7 @@ from gymtrio.wire.errors import ChannelRefused
 from gymtrio.wire.messages import Hello
 from gymtrio.wire.tcp import listener_port, open_tcp_listener
 from gymtrio.wire.unix import connect_unix, open_unix_listener, runtime_directory
-from tests.helpers.serving import LOOPBACK, make_app
+from tests.helpers.serving import LOOPBACK, make_app, serve_on_sockets
 
 SERVER = Hello(role="server", name="peer", instance="1")
 CALLER = Hello(role="server", name="caller", instance="1")
@@ -75,6 +76,9 @@ class Parking:
     def _tell(self) -> None:
         self.changed.set()
         self.changed = trio.Event()
+
+    def has(self, count: int) -> bool:
+        return self.parked == count
 
     async def until(self, condition: Callable[[], bool]) -> None:
         with trio.fail_after(60):
@@ -120,7 +124,7 @@ async def serving(
         open_asgi(make_app(routes, **more)) as app,
         open_background() as nursery,
         open_pool() as pool,
-        open_frames({ORIGIN: str(path)}, pool, me=CALLER) as frames,
+        open_frames({ORIGIN: (str(path),)}, pool, me=CALLER) as frames,
     ):
         served = Served(app, path)
         await nursery.start(served.run)
@@ -335,7 +339,7 @@ async def test_other_hosts_present_the_token(presented: str | None, taken: bool)
     ):
         await nursery.start(FramesServer(app, SERVER).serve, listener, Secret("right"))
         address = f"tcp://127.0.0.1:{listener_port(listener)}"
-        async with open_frames({ORIGIN: address}, pool, me=CALLER, token=token) as frames:
+        async with open_frames({ORIGIN: (address,)}, pool, me=CALLER, token=token) as frames:
             client = ServerClient(directory, frames)
             await call(lambda: client.request("peer", "POST", "/x"))
 
@@ -351,3 +355,70 @@ async def test_what_is_open_is_counted(path: Path) -> None:
             assert frames.statistics().active == 1
             parking.release.set()
         assert frames.statistics().active == 0
+
+
+async def test_calls_are_shared_out_among_the_processes_of_a_server(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F4: to the one with the fewest under way; one that is gone is left out, until it is back."""
+    monkeypatch.setattr(frames_transport, "SHUNNED_S", 0.0)
+    parkings = [Parking(), Parking()]
+    paths = [path.with_name("peer.0"), path.with_name("peer.1")]
+    directory = DeploymentDirectory(
+        Deployment(servers={"peer": ServerEntry(url="http://peer", kind=Kind.MODEL)})
+    )
+    async with (
+        open_asgi(make_app({("POST", "/park"): parkings[0]})) as first,
+        open_asgi(make_app({("POST", "/park"): parkings[1]})) as second,
+        open_background() as nursery,
+        open_pool() as pool,
+        open_frames({ORIGIN: tuple(map(str, paths))}, pool, me=CALLER) as frames,
+    ):
+        client = ServerClient(directory, frames)
+        served = [Served(first, paths[0]), Served(second, paths[1])]
+        await nursery.start(served[0].run)
+
+        statuses: list[int] = []
+        all_answered = trio.Event()
+
+        async def call() -> None:
+            statuses.append((await client.request("peer", "POST", "/park")).status)
+            if statuses == [200] * 10:
+                all_answered.set()
+
+        async def park(count: int) -> None:
+            for _ in range(count):
+                nursery.start_soon(call)
+            await trio.testing.wait_all_tasks_blocked()
+
+        await park(3)
+        await parkings[0].until(lambda: parkings[0].parked == 3)
+        await nursery.start(served[1].run)
+        await park(7)
+        for parking in parkings:
+            await parking.until(partial(parking.has, 5))
+        async with client.stream("peer", "GET", "/ready") as streamed:
+            assert streamed.status == 200
+        for parking in parkings:
+            parking.release.set()
+        with trio.fail_after(60):
+            await all_answered.wait()
+
+
+async def test_processes_that_take_no_frames_are_called_over_http(path: Path) -> None:
+    """F4: they may have been started by other means; also the calls that find out."""
+    paths = [str(path.with_name("peer.0")), str(path.with_name("peer.1"))]
+    async with (
+        serve_on_sockets(make_app({("POST", "/x"): echo})) as bind,
+        open_pool() as pool,
+        open_frames({peer_of_url(bind.url).origin: paths}, pool, me=CALLER) as frames,
+    ):
+        client = ServerClient(DeploymentDirectory(Deployment()), frames)
+        for _ in range(2):
+            assert (await client.request(bind.url, "POST", "/x", body=b"a")).status == 200
+        async with client.stream(bind.url, "GET", "/ready") as streamed:
+            assert streamed.status == 200
+    async with open_pool() as pool, open_frames({ORIGIN: paths}, pool, me=CALLER) as frames:
+        client = ServerClient(DeploymentDirectory(Deployment()), frames)
+        with pytest.raises(TransportError, match="cannot connect"):
+            await client.request("http://peer", "GET", "/ready")

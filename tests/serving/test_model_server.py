@@ -12,7 +12,7 @@ import attrs
 import openai
 import pytest
 import trio
-from trio.testing import wait_all_tasks_blocked
+from trio.testing import memory_stream_pair, wait_all_tasks_blocked
 
 from gymtrio.capture.cuts import CUT_ROUTE, ENGINE_ROUTE, CutInventory
 from gymtrio.capture.log_store import LogTokenStore, open_log_store
@@ -23,10 +23,12 @@ from gymtrio.errors import NotFound, SettingsError
 from gymtrio.ports import HostRandomness
 from gymtrio.serving.app import ServerApp, open_asgi
 from gymtrio.serving.client import Reply, ServerClient
+from gymtrio.serving.connection import Connection, HttpLimits, Shared
 from gymtrio.serving.deployment import Deployment, DeploymentDirectory, ServerEntry
 from gymtrio.serving.host import HostPorts, Service, ServiceHost
 from gymtrio.serving.http import Request, Response, json_response
 from gymtrio.serving.inprocess import open_network
+from gymtrio.serving.ledger_route import LEDGER_ROUTE
 from gymtrio.serving.model_server import ModelSettings
 from gymtrio.settings import CheckpointSettings, Secret, load_settings
 from gymtrio.strict import structure, unstructure
@@ -177,6 +179,36 @@ async def running(
                     with network.serving("policy", policy_asgi):
                         client = ServerClient(directory, network)
                         yield Running(client, policy_asgi, engine, clock, archive, store)
+
+
+async def test_a_caller_of_a_stream_that_leaves_after_the_last_event_has_the_reply(
+    tmp_path: Path,
+) -> None:
+    """I16: it need not wait for the end of the body, which says nothing."""
+    count = 20
+    body = json.dumps({**HELLO, "stream": True}).encode()
+    async with running(tmp_path) as server, trio.open_nursery() as nursery:
+        server.engine.backend.at_once = True
+        for number in range(count):
+            near, far = memory_stream_pair()
+            nursery.start_soon(Connection(server.asgi, far, Shared(HttpLimits())).run)
+            path = f"/ng-rollout/r{number}/v1/chat/completions"
+            head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+            await near.send_all(head.encode() + body)
+            read = b""
+            while b"data: [DONE]\n\n" not in read:
+                read += await near.receive_some()
+            await near.aclose()
+        for number in range(count):
+            reply = await server.client.request(
+                "policy",
+                "GET",
+                f"{LEDGER_ROUTE}/r{number}",
+                headers=(("authorization", BEARER),),
+                context=None,
+            )
+            rows: Any = reply.raise_for_status().json()
+            assert len(rows["rows"]) == 1
 
 
 @pytest.mark.parametrize("route", [Route.CHAT, Route.RESPONSES])

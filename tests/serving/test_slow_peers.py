@@ -13,8 +13,9 @@ import trio.testing
 from trio.testing import MockClock
 
 from gymtrio.serving.app import ServerApp, open_asgi
+from gymtrio.serving.asgi import ForeignExchange
 from gymtrio.serving.connection import SEND_SLICE_BYTES, Connection, HttpLimits, Shared
-from gymtrio.serving.exchange import BODY_TIMEOUT_S
+from gymtrio.serving.exchange import BODY_TIMEOUT_S, send_answer
 from gymtrio.serving.http import Handler, Request, Response, StreamingResponse, json_response
 from tests.helpers.serving import make_app
 
@@ -176,3 +177,42 @@ async def test_a_reader_that_is_slow_gets_everything(
             while True:
                 await stream.receive_some()
         assert told == [True]
+
+
+async def test_who_takes_nothing_of_an_answer_of_the_framework_is_gone(
+    autojump_clock: MockClock,
+) -> None:
+    """SRV-1, SRV-2: although the framework is not interrupted while it sends."""
+    ours, theirs = trio.testing.lockstep_stream_pair()
+    async with open_asgi(app_of(x)) as asgi, trio.open_nursery() as nursery:
+        nursery.start_soon(Connection(asgi, theirs, Shared(LIMITS)).run)
+        await ours.send_all(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n")
+        with trio.move_on_after(10 * LIMITS.send_timeout_s, shield=True) as late:
+            await everything_but_the_answer(ours)
+        assert not late.cancelled_caught
+
+
+async def everything_but_the_answer(stream: trio.abc.SendStream) -> None:
+    """Return when the peer has closed."""
+    with pytest.raises(trio.BrokenResourceError):
+        while True:
+            await trio.sleep(1)
+            await stream.send_all(b"G")
+
+
+@pytest.mark.parametrize("size", [0, 10 * 65536])
+async def test_who_takes_nothing_from_a_foreign_server_is_gone(
+    size: int, autojump_clock: MockClock
+) -> None:
+    """SRV-2: such a server waits for its peer for ever, and would never be stopped."""
+    told: list[bool] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.body":
+            await trio.sleep_forever()
+
+    scope = {"method": "GET", "path": "/x", "query_string": b"", "headers": []}
+    exchange = ForeignExchange(scope, trio.sleep_forever, send)
+    await send_answer(exchange, Response(200, b"y" * size, on_done=told.append))
+    assert told == [False]
+    assert 30 <= trio.current_time() <= 30 * (1 + size // 65536)

@@ -57,7 +57,8 @@ NOT_OF_THE_GENERATION: Final = frozenset(
 is not here counts, also one that nobody has heard of."""
 
 _MADE_BY_SERVERS: Final = frozenset({"id", "status", *TOKEN_FIELDS})
-_TEXT_PARTS: Final = frozenset({"input_text", "output_text", "text"})
+_TEXT_PARTS: Final = ("input_text", "output_text", "text")
+"""Not a set: what is looked for may be anything, also what has no hash."""
 _REASONING: Final = ("reasoning", "reasoning_content")
 _CONVERSATION_FIELDS: Final = frozenset({"input", "messages", "instructions"})
 

@@ -149,7 +149,7 @@ def _tool_choice(choice: object) -> object:
     kind = choice.get("type") if isinstance(choice, dict) else None
     if kind == "tool" and isinstance(choice, dict):
         return {"type": "function", "function": {"name": choice.get("name")}}
-    if kind not in _CHOICES:
+    if not isinstance(kind, str) or kind not in _CHOICES:
         raise InvalidRequest("tool_choice: expected an object of type auto, any, tool or none")
     return _CHOICES[kind]
 

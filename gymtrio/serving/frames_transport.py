@@ -333,7 +333,11 @@ async def _entered(
             call = await enter(await line.channel())
     except ChannelRefused as refused:
         return _Refused(refused)
-    return _Reply(origin, call)
+    try:
+        return _Reply(origin, call)
+    except TransportError:
+        await call.__aexit__(None, None, None)
+        raise
 
 
 async def _by(deadline: float, connected: Callable[[], Awaitable[Channel]]) -> Channel:

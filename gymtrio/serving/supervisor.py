@@ -47,7 +47,7 @@ from gymtrio.serving.launch import bind_socket, bound_to
 from gymtrio.serving.logs import LOG_FORMAT_VARIABLE
 from gymtrio.serving.metrics import HEALTH_PATH, READY_PATH
 from gymtrio.serving.pool import open_pool
-from gymtrio.serving.processes import describe_end, wait_exited
+from gymtrio.serving.processes import describe_end, wait_exited, wait_group_ended
 from gymtrio.serving.transports import open_transport
 from gymtrio.serving.workers import worker_count
 from gymtrio.settings import TOKEN_VARIABLE
@@ -103,12 +103,11 @@ class _Child:
             await trio.lowlevel.checkpoint()
             return
         await wait_exited(self.process)
-        self._reap()
-
-    def _reap(self) -> None:
         if not self.has_exited:
             # Until it is reaped, the number of its group cannot be given to anybody else.
             self.signal_group(signal.SIGKILL)
+            # What is killed has its sockets for a moment longer.
+            await wait_group_ended(self.process.pid)
             self.process.wait()
 
     def signal_group(self, number: signal.Signals) -> None:

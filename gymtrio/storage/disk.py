@@ -87,7 +87,7 @@ class Disk(Protocol):
             closing: it lets go of something, and is taken however much is under way.
 
         Raises:
-            OSError: EAGAIN: too many calls hang already.
+            OSError: EAGAIN: too many calls hang already, or the system has no thread left for it.
         """
         ...
 
@@ -203,7 +203,15 @@ class ThreadDisk:
                 step.follow_up()
 
         self._steps_under_way += 1
-        trio.lowlevel.start_thread_soon(call, deliver, name="gymtrio disk")
+        try:
+            trio.lowlevel.start_thread_soon(call, deliver, name="gymtrio disk")
+        except RuntimeError as error:
+            # The system has no thread left.
+            if not closing:
+                self._steps_under_way -= 1
+                raise OSError(errno.EAGAIN, str(error)) from error
+            # It holds the loop up, but what it lets go of would be lost otherwise.
+            deliver(outcome.capture(call))
         return step
 
 

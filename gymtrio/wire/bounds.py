@@ -42,8 +42,8 @@ class ChannelLimits:
     """Twice what our HTTP takes as head, with room for encoding."""
     body_inline_bytes_max: int = attrs.field(default=64 * 2**10, validator=_positive)
     """A body up to this goes within the frame of its call or reply; a larger one in chunks. So does an
-    answer while more than `outgoing_bytes_max` is queued: thousands that are held and let go at once
-    are no sign of a peer that does not read."""
+    answer of the data lane while more than `outgoing_bytes_max` is queued: thousands that are held and
+    let go at once are no sign of a peer that does not read."""
     window_bytes: int = attrs.field(default=2**20, validator=_positive)
     """Of each body, how much a peer may send ahead of what was read: a local round trip is hidden
     with a tenth of it."""

@@ -386,7 +386,7 @@ class Channel:
             _log.exception("error in the handler of the post %r", event.kind)
 
     def _on_ended(self, event: Ended) -> None:
-        why = f"{event.code}: {shown(event.detail)}"
+        why = f"{shown(event.code)}: {shown(event.detail)}"
         if event.code != CLOSED:
             _log.warning("the connection to %s ended: %s", self.peer.name, why)
         self._note_end(why)
@@ -536,7 +536,7 @@ async def _shake_hands(
             return events
         ended = events[0]
         await _send(stream, dialogue)
-        raise ChannelLost(f"no handshake: {ended.code}: {shown(ended.detail)}")
+        raise ChannelLost(f"no handshake: {shown(ended.code)}: {shown(ended.detail)}")
     raise ChannelLost(f"no handshake within {limits.handshake_timeout_s:g} s")
 
 

@@ -211,9 +211,7 @@ class Speaking:
             self._refuse_reply(call_id, len(head))
             if mark is not None:
                 mark(False)
-        elif self._is_inline(head, body) and (
-            len(body) <= SMALL_ANSWER_BYTES_MAX or not self.is_congested
-        ):
+        elif self._is_inline(head, body) and not self._waits_in_chunks(call_id, body):
             self._lane(call_id).put(encode(Type.REPLY, (call_id, head, body)), mark)
             self._forget_theirs(call_id)
         else:
@@ -339,6 +337,11 @@ class Speaking:
             size <= self.limits.body_inline_bytes_max
             and len(head) + size + FRAME_ROOM_BYTES <= self._capacity.frame_bytes_max
         )
+
+    def _waits_in_chunks(self, call_id: int, body: bytes) -> bool:
+        # In the control lane answers are few, and their order is what others rely on.
+        in_control = call_id & CONTROL_BIT
+        return self.is_congested and not in_control and len(body) > SMALL_ANSWER_BYTES_MAX
 
     def _begin(self, call_id: int, call: TheirCall, head: bytes) -> Body:
         lane = self._lane(call_id)

@@ -201,6 +201,15 @@ def test_what_is_not_understood_still_counts() -> None:
     assert digest(known) != digest(other)
 
 
+def test_a_part_whose_type_is_no_text_counts_as_it_is() -> None:
+    """SRV-1"""
+
+    def body(kind: object) -> dict[str, Any]:
+        return {"input": [{"role": "user", "content": [{"type": kind, "text": "a"}]}]}
+
+    assert len({digest(body(kind)) for kind in ([], {}, ["text"], "text")}) == 4
+
+
 def test_images_count() -> None:
     def body(url: str) -> dict[str, Any]:
         return {"input": [{"role": "user", "content": [{"type": "input_image", "url": url}]}]}

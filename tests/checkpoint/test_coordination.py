@@ -50,6 +50,20 @@ async def test_a_stage_that_is_not_ready_stops_the_prepare_and_says_why(
             await fleet.controller.prepare(C1, timeout_s=5)
 
 
+async def test_who_has_prepared_and_is_no_longer_ready_is_no_longer_counted_on(
+    autojump_clock: MockClock,
+) -> None:
+    """COORD-2, WRK-3: a prepare that is repeated tells it before a commit is refused for it."""
+    async with open_fleet() as fleet:
+        assert (await fleet.controller.prepare(C1, timeout_s=5)).ready
+        fleet.participants["policy"].running.add(R0)
+        again = await fleet.controller.prepare(C1, timeout_s=5)
+        assert not again.ready
+        assert again.blocking["policy"].blockers == ("r0",)
+        with pytest.raises(Failed, match="policy: .*no longer ready: r0"):
+            await fleet.controller.commit(C1, "d", [R0], timeout_s=5)
+
+
 async def test_an_answer_given_at_the_deadline_is_heard(autojump_clock: MockClock) -> None:
     """CTL-7, COORD-6: what blocks is told; a server that ran out of time is not taken for silent."""
     async with open_fleet() as fleet:

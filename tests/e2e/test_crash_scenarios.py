@@ -12,7 +12,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import attrs
 import pytest
@@ -89,7 +89,10 @@ async def test_generations_in_flight_are_cut_and_continued(
             assert outcomes == [3, 0, 1]
             calls["held"].finish.set()
             await world.outside.until_staged(calls["held"])
-            await life.commit("c1", *rollouts)
+            committed = await life.commit("c1", *rollouts)
+            parts: Any = committed["policy"].manifest["parts"]
+            shares = [part for part in parts if part.get("section") == "cuts"]
+            assert len(shares) == (policy_workers if policy_workers > 1 else 0)
             assert life.replies.keys() == {UNDISTURBED}
         world.engine.stops_at = None
         before = len(world.engine.calls)

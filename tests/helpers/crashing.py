@@ -42,7 +42,7 @@ from gymtrio.serving.pool import open_pool
 from gymtrio.serving.supervisor import write_resolved
 from gymtrio.serving.transports import open_transport
 from gymtrio.strict import unstructure
-from gymtrio.wire.control import Kind, StatusReply
+from gymtrio.wire.control import CommitReply, Kind, StatusReply
 from gymtrio.wire.unix import runtime_directory
 from tests.helpers.forked_servers import Forked, Forks, reserved_addresses
 from tests.helpers.game import TASK, GameEngine, Judge
@@ -127,6 +127,7 @@ class Life:
             "environment", "POST", "/run", json=body, headers=list(headers.items()), context=None
         )
         answered: Any = reply.raise_for_status().json()
+        assert answered.get("failure") is None, answered
         assert episode_id not in self.replies
         self.replies[episode_id] = answered["result"]
         self.replied.notify()
@@ -201,7 +202,7 @@ class Life:
         assert prepared.ready, prepared.blocking
         return dict(prepared.reports["policy"].counts)
 
-    async def commit(self, name: str, *scope: EpisodeId) -> None:
+    async def commit(self, name: str, *scope: EpisodeId) -> dict[str, CommitReply]:
         """Write a checkpoint that is prepared."""
         replies = await self.controller.commit(
             CheckpointId(name), self.place(name), scope, timeout_s=TIMEOUT_S
@@ -212,6 +213,7 @@ class Life:
         staged: Any = replies["policy"].extra["staging_keys"]
         for key in staged:
             await self.outside.store.get(key)
+        return replies
 
     async def checkpoint(self, name: str, *scope: EpisodeId) -> None:
         """Prepare and commit; it stays open."""
@@ -341,6 +343,7 @@ def describe(
     directory: Path, urls: dict[str, str], *, policy_workers: int, counter: str = REPLAYED
 ) -> dict[str, Any]:
     """The four servers, at free ports."""
+    servers = _servers(urls, policy_workers=policy_workers, counter=counter)
     return {
         "state_dir": str(directory / "state"),
         "checkpoint": {
@@ -348,24 +351,28 @@ def describe(
             "control_auth_token": HostRandomness().hex(32),
             "root": str(directory / "checkpoints"),
         },
-        "servers": {
-            "environment": {
-                "app": "servers.environment.single_agent_turn:app",
-                "settings": {"default": {"resources": "counter", "agent": "agent"}},
-            },
-            "policy": {
-                "app": "servers.model.policy:app",
-                "settings": {
-                    "backend": urls["engine"],
-                    "native_backend": True,
-                    "checkpoint_policy": True,
-                    "checkpoint_generation_cuts": True,
-                    "num_workers": policy_workers,
-                },
-            },
-            "agent": {"app": "servers.agent.simple_agent:app", "settings": {"model": "policy"}},
-            "counter": {"app": counter, "kind": "resources", "settings": {"judge": urls["judge"]}},
+        "servers": {name: entry | {"start_timeout_s": 60.0} for name, entry in servers.items()},
+    }
+
+
+def _servers(urls: dict[str, str], *, policy_workers: int, counter: str) -> dict[str, Any]:
+    return {
+        "environment": {
+            "app": "servers.environment.single_agent_turn:app",
+            "settings": {"default": {"resources": "counter", "agent": "agent"}},
         },
+        "policy": {
+            "app": "servers.model.policy:app",
+            "settings": {
+                "backend": urls["engine"],
+                "native_backend": True,
+                "checkpoint_policy": True,
+                "checkpoint_generation_cuts": True,
+                "num_workers": policy_workers,
+            },
+        },
+        "agent": {"app": "servers.agent.simple_agent:app", "settings": {"model": "policy"}},
+        "counter": {"app": counter, "kind": "resources", "settings": {"judge": urls["judge"]}},
     }
 
 

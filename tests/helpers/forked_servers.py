@@ -190,7 +190,13 @@ class OnPorts:
         await receive()
         async with (
             self._open() as running,
-            open_frames_server(running, self._deployment, self._name, calls=running.calls),
+            open_frames_server(
+                running,
+                self._deployment,
+                self._name,
+                calls=running.calls,
+                worker=os.environ.get(WORKER_VARIABLE),
+            ),
         ):
             self._running = running
             await send({"type": "lifespan.startup.complete"})

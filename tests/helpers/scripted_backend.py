@@ -119,7 +119,7 @@ class ScriptedBackend:
         self.arrived = Signal()
         self.cut_mode = "honest"
         """Or: never, unreachable, refused, incomplete, twice, other inventory, other checkpoint,
-        other call, no evidence, failure with evidence, each fails."""
+        other call, no evidence, failure with evidence, each fails, fault."""
         self.fail_cuts_over: int | None = None
         """Refuse inventories of more calls."""
         self.describe_mode = "honest"
@@ -219,6 +219,8 @@ class ScriptedBackend:
             await trio.sleep_forever()
         if self.describe_mode == "unreachable":
             raise TransportError("engine: connection refused")
+        if self.describe_mode == "fault":
+            raise ValueError("not what it should be")
         if not self.native:
             return None
         return EngineDescription(
@@ -237,6 +239,8 @@ class ScriptedBackend:
             raise TransportError("engine: connection reset")
         if self.cut_mode == "refused":
             raise PeerRefused("engine", 404, "not_found", "no such route")
+        if self.cut_mode == "fault":
+            raise ValueError("list.remove(x): x not in list")
         by_id = {call.extension.model_call_id: call for call in self.live if call.extension}
         entries = []
         for asked in inventory.active_prefixes:

@@ -91,6 +91,7 @@ def test_a_conversation_with_tools_is_the_chat_it_stands_for() -> None:
         ({"messages": [{"role": "system", "content": "x"}]}, r"messages\[0\].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'image'"),
         ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tool_choice": {"type": []}}, "tool_choice"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "only custom tools"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
     ],

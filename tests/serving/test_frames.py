@@ -39,10 +39,12 @@ from gymtrio.serving.pool import open_pool
 from gymtrio.serving.transports import open_transport
 from gymtrio.settings import Secret
 from gymtrio.strict import MalformedValue
+from gymtrio.wire.calls_in import IncomingCall
 from gymtrio.wire.channel import open_channel
 from gymtrio.wire.codec import pack_list
 from gymtrio.wire.control import Kind
 from gymtrio.wire.errors import ChannelRefused
+from gymtrio.wire.listening import serve_channels
 from gymtrio.wire.messages import Hello
 from gymtrio.wire.tcp import listener_port, open_tcp_listener
 from gymtrio.wire.unix import connect_unix, open_unix_listener, runtime_directory
@@ -249,6 +251,40 @@ async def test_a_stopping_server_takes_no_new_call(path: Path) -> None:
         app.stop_accepting()
         reply = await client.request("peer", "POST", "/x")
         assert (reply.status, reply.header("retry-after")) == (503, "1")
+
+
+async def test_a_reply_whose_head_is_none_is_left(path: Path) -> None:
+    """SRV-3: its callee would go on sending it, to nobody."""
+    began, cancelled = trio.Event(), trio.Event()
+
+    async def handler(call: IncomingCall) -> None:
+        await call.begin(b"no head")
+        began.set()
+        try:
+            await trio.sleep_forever()
+        finally:
+            cancelled.set()
+
+    async def serve(stream: trio.SocketStream) -> None:
+        async with open_channel(stream, role="acceptor", me=SERVER, handler=handler) as channel:
+            await channel.closed.wait()
+
+    directory = DeploymentDirectory(
+        Deployment(servers={"peer": ServerEntry(url="http://peer", kind=Kind.RESOURCES)})
+    )
+    async with (
+        open_unix_listener(path) as listener,
+        open_background() as nursery,
+        open_pool() as pool,
+        open_frames({ORIGIN: [str(path)]}, pool, me=CALLER) as frames,
+    ):
+        await nursery.start(serve_channels, listener, serve)
+        with pytest.raises(TransportError, match="not a reply"):
+            async with ServerClient(directory, frames).stream("peer", "GET", "/x"):
+                pytest.fail("no reply")
+        assert began.is_set()
+        with trio.fail_after(10):
+            await cancelled.wait()
 
 
 async def test_an_answer_to_head_has_no_body(path: Path) -> None:

@@ -183,6 +183,26 @@ async def test_too_many_calls_that_hang_make_the_disk_refused() -> None:
         await held.run(lambda r: r.work())
 
 
+async def test_without_a_thread_the_disk_is_refused_and_let_go_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """STO-8, H2: the server goes on, also when the system has no thread left."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    disk, resource = ThreadDisk(), Noted()
+    with monkeypatch.context() as patched:
+        patched.setattr(trio.lowlevel, "start_thread_soon", refuse)
+        with pytest.raises(InvalidCheckpointState, match="can't start new thread"):
+            async with hold(disk, resource) as held:
+                await held.run(lambda r: r.work())
+    assert resource.events == ["released"]
+    assert disk.steps_under_way == 0
+    async with hold(disk, resource) as held:
+        await held.run(lambda r: r.work())
+
+
 async def test_a_fault_of_ours_in_a_late_release_is_logged() -> None:
     class Faulty(Noted):
         def release(self) -> None:

@@ -725,7 +725,7 @@ async def test_a_wrong_token_is_told_and_nothing_else() -> None:
 async def test_a_goodbye_of_a_peer_cannot_write_into_the_log() -> None:
     """I36"""
     near, far = memory_stream_pair()
-    await far.send_all(encode(Type.GOODBYE, ("x", "a\nFORGED \x1b[31m")))
+    await far.send_all(encode(Type.GOODBYE, ("x\nFORGED", "a\nFORGED \x1b[31m")))
     with pytest.raises(ChannelLost) as caught:
         async with open_channel(near, role="opener", me=OPENER):
             pytest.fail("no handshake")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import pytest
 
 from gymtrio.settings import Secret
@@ -23,6 +24,7 @@ from gymtrio.wire.events import (
 )
 from gymtrio.wire.frames import encode_frame
 from gymtrio.wire.messages import (
+    DECODERS,
     FRAME_BYTES_LEAST,
     HANDSHAKE_BYTES_MAX,
     NAME_CHARACTERS_MAX,
@@ -492,6 +494,25 @@ def test_a_peer_that_does_not_read_is_refused_more_and_then_given_up() -> None:
         ends.acceptor.reply(call_id, b"", b"x" * 90)
         ends.opener._ours.clear()  # It makes calls and takes no answer.
     assert ends.acceptor.is_stuck
+
+
+def test_an_answer_leaves_whole_in_the_control_lane_however_much_is_queued() -> None:
+    """D6: whoever was answered in line has heard it before what is said later."""
+    ends = open_ends(attrs.evolve(SMALL, body_inline_bytes_max=5_000))
+    for control in (False, True):
+        ends.opener.open_call("k", b"", b"", control=control)
+    ends.to_acceptor()
+    with pytest.raises(ChannelFull):
+        for _ in range(1000):
+            ends.acceptor.post("p", b"x" * 100, control=False)
+    for call_id in (0, 2):
+        ends.acceptor.reply(call_id, b"", b"x" * 2_000)
+    replies = [
+        DECODERS[Type.REPLY](frame.payload)
+        for frame in frames_of(ends.acceptor.data_to_send(10**6).data)
+        if frame.type == Type.REPLY
+    ]
+    assert [(r.call_id, r.body is None) for r in replies] == [(2, False), (0, True)]
 
 
 def test_pings_are_answered_by_one_pong() -> None:

@@ -98,6 +98,17 @@ class CoordinatedPolicy(BookedParticipant):
         """Episodes that had calls at a lost worker, and since when."""
         self._engine: EngineDescription | None = None
 
+    async def run(self) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(super().run)
+            nursery.start_soon(self._keep_told)
+
+    async def _keep_told(self) -> None:
+        # Whether the server is ready changes without a call as well, such as at the end of a lease.
+        while True:
+            await self.changed.wait()
+            self.publish_state()
+
     # -- workers ------------------------------------------------------------------------------
 
     @property

@@ -114,6 +114,10 @@ class CutRound:
                 failure = None
         except GymtrioError as error:
             failure = str(error)
+        except Exception as error:
+            # A fault of ours, or of a backend: it costs the cuts of these calls, no more.
+            LOG.exception("checkpoint %s: a fault in the round of cuts", self.checkpoint_id)
+            failure = f"a fault: {type(error).__name__}"
         if failure is not None:
             self.failed[failure] += len(tickets)
             return

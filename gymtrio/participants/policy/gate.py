@@ -262,6 +262,9 @@ class PolicyGate:
                 self.engine = await self._backend.describe(deadline=deadline)
         except GymtrioError as error:
             LOG.warning("%s: the backend does not say what it is: %s", self.instance, error)
+        except Exception:
+            # As in a round of cuts.
+            LOG.exception("%s: a fault in asking the backend what it is", self.instance)
 
     def cut_of(self, model_call_id: str) -> CutRecord | None:
         """The cut of an undelivered call: its whole reply, if it is held, or what the round got."""

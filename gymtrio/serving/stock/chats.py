@@ -182,7 +182,7 @@ def _text_of(content: object) -> object:
         return content
     parts = [
         {"type": "text", "text": part.get("text")}
-        if isinstance(part, dict) and part.get("type") in {"input_text", "output_text", "text"}
+        if isinstance(part, dict) and part.get("type") in ("input_text", "output_text", "text")
         else part
         for part in content
     ]

@@ -86,12 +86,13 @@ def _tool_call(text: str, names: set[str]) -> ToolCall | None:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(value, dict) or value.get("name") not in names:
+    name = value.get("name") if isinstance(value, dict) else None
+    if not isinstance(name, str) or name not in names:
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
     if not isinstance(arguments, dict):
         return None
-    return ToolCall(value["name"], json.dumps(arguments, separators=(",", ":")))
+    return ToolCall(name, json.dumps(arguments, separators=(",", ":")))
 
 
 def _chat(finished: Finished, text: str, calls: Sequence[ToolCall]) -> dict[str, object]:

@@ -321,6 +321,7 @@ FAILURES = {
     "no evidence": "without all its evidence",
     "failure with evidence": "carries evidence",
     "each fails": "disk is full",
+    "fault": "a fault: ValueError",
 }
 
 
@@ -330,7 +331,7 @@ async def test_a_round_that_fails_costs_regeneration_only(
 ) -> None:
     """CUT-7, POL-5: prepared all the same, counted and logged with the reason; the call regenerates."""
     world = World()
-    world.backend.cut_mode = mode
+    world.backend.cut_mode = world.backend.describe_mode = mode
     async with open_policy(world) as policy:
         await policy.ask_at_once(R, chat("a"))
         for name in ("r", "s"):

@@ -10,6 +10,7 @@ import trio
 from trio.testing import lockstep_stream_pair, memory_stream_pair, wait_all_tasks_blocked
 
 from gymtrio.errors import AdmissionClosed, CheckpointError, CoordinatorUnavailable, InvalidPhase
+from gymtrio.participants.policy.coordinator import CoordinatedPolicy
 from gymtrio.participants.policy.keeper import Entry
 from gymtrio.participants.policy.link import LINK_LIMITS, GateState, Nothing, WorkerReport, ask
 from gymtrio.participants.policy.worker import PolicyWorker
@@ -22,7 +23,7 @@ from gymtrio.wire.tables import Role
 from tests.helpers.channels import meet
 from tests.helpers.memory_archive import Door
 from tests.helpers.page_cache import PageCacheFiles
-from tests.helpers.plane import episode
+from tests.helpers.plane import GRACE_S, episode
 from tests.participants.policy.harness import World, chat, text_of
 from tests.participants.policy.workers import OneWorker, Served, open_served
 
@@ -401,6 +402,34 @@ async def test_a_recovering_server_is_closed_at_every_worker_until_it_is_restore
         assert caller.error is not None, "an old attempt, woken and refused"
         await served.resume("x1")
         assert (await served.workers[1].ask_at_once(R1, chat("b"))).status == 200
+
+
+async def test_workers_learn_that_a_restore_was_undone(autojump_clock: object) -> None:
+    """HARD-3, SRV-6: when the lease ends nobody calls, and the server waits to be restored again."""
+    world, files = World(), PageCacheFiles()
+    async with open_served(world, files=files) as served:
+        await served.workers[0].ask_at_once(R, chat("a"))
+        await served.checkpoint(R)
+    controls: list[Any] = []
+
+    def make(instance: str, *, expected: int) -> CoordinatedPolicy:
+        def not_ready() -> str | None:
+            waits = any(control.awaiting_restore for control in controls)
+            return "waiting to be restored" if waits else None
+
+        return CoordinatedPolicy(instance, expected=expected, not_ready=not_ready)
+
+    async with open_served(world, files=files, recover=True, make=make) as served:
+        controls.append(served.control)
+        await served.restore(R)
+        served.policy.publish_state()
+        await wait_all_tasks_blocked()
+        told = [worker.policy.not_ready() for worker in served.workers]
+        assert told == [None, None]
+        await trio.sleep(GRACE_S + 100)
+        assert served.control.awaiting_restore
+        told = [worker.policy.not_ready() for worker in served.workers]
+        assert told == ["waiting to be restored"] * 2
 
 
 async def test_a_worker_learns_how_things_stand_before_anything_else(

@@ -83,6 +83,14 @@ def test_settings_that_are_not_ours_go_to_the_engine() -> None:
     assert (chat.stop, chat.seed, chat.output_tokens_max) == (("END",), 7, None)
 
 
+def test_a_part_of_no_known_type_goes_to_the_engine_as_it_is() -> None:
+    """SRV-1"""
+    content: list[object] = [{"type": []}, {"type": "input_text", "text": "a"}]
+    chat = read_chat(Route.RESPONSES, {"input": [{"role": "user", "content": content}]})
+    told = [content[0], {"type": "text", "text": "a"}]
+    assert chat.messages == ({"role": "user", "content": told},)
+
+
 def test_a_call_that_may_use_no_tool_has_none() -> None:
     body = {"messages": [], "tools": [TOOL], "tool_choice": "none"}
     assert read_chat(Route.CHAT, body).tools == ()
@@ -116,6 +124,7 @@ def test_what_cannot_be_read_is_refused_by_name(
         (CALL, ToolCallFormat.JSON, None, []),
         ('{"name": "add", "arguments": {}}', ToolCallFormat.JSON, "", ["add"]),
         ('{"name": "add", "arguments": []}', ToolCallFormat.JSON, None, []),
+        ('{"name": ["add"], "arguments": {}}', ToolCallFormat.JSON, None, []),
         ("[" * 100_000, ToolCallFormat.JSON, None, []),
     ],
 )

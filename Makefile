@@ -1,7 +1,8 @@
 # `make test` and `make demo` work as the first command in a fresh clone: they create a virtual
 # environment, install what is pinned for its Python, and run. Later runs find it installed.
 #
-#   make test      lint, then every test with coverage     (PYTEST_ARGS="tests/wire -k frames")
+#   make test      lint, then every test                   (PYTEST_ARGS="tests/wire -k frames")
+#   make coverage  every test, and the lines that none reaches
 #   make demo      the demo                                (ARGS="--rollouts 4 --seed 7")
 #   make lint      ruff, mypy --strict, import layers
 #   make format    rewrite the sources as `make lint` wants them
@@ -39,9 +40,12 @@ ENVIRONMENT := $(VENV)/.environment-$(VERSION)
 DEMO_INSTALLED := $(VENV)/.demo-$(VERSION)
 DEV_INSTALLED := $(VENV)/.dev-$(VERSION)
 
-.PHONY: test demo lint format bench bench-transport simulate spin cuts nightly lock clean python
+.PHONY: test coverage demo lint format bench bench-transport simulate spin cuts nightly lock clean python
 
 test: lint
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+coverage: $(DEV_INSTALLED)
 	$(BIN)/python -m pytest --cov --cov-report=term $(PYTEST_ARGS)
 
 demo: $(DEMO_INSTALLED)

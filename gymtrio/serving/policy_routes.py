@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from gymtrio.capture.replies import Route
-from gymtrio.errors import InvalidRequest, Refusal
+from gymtrio.errors import BackendFailed, InvalidRequest, Refusal
 from gymtrio.participants.policy.calls import Policy, PolicyCall, PolicyReply
 from gymtrio.serving.anthropic_messages import (
     chat_of_messages,
@@ -22,6 +22,9 @@ from gymtrio.serving.http import Handler, Request, Response, json_response
 from gymtrio.serving.openai_shapes import complete_reply
 from gymtrio.serving.reply_streams import stream_of_reply
 from gymtrio.wire.native import ADMISSION_HEADER
+
+_WRONG_SHAPE: Final = (AttributeError, IndexError, KeyError, TypeError)
+"""What reading an engine's reply as the reply of its route raises when it is none."""
 
 
 def policy_routes(policy: Policy, model: str) -> dict[tuple[str, str], Handler]:
@@ -79,13 +82,24 @@ async def _serve(policy: Policy, route: Route, model: str, request: Request) -> 
         if reply.refusal is not None:
             answer = _refuse(route, reply.refusal, reply.done)
         elif reply.status != 200:
-            answer = json_response(reply.body, reply.status, on_done=reply.done)
+            answer = json_response(_failure(route, reply.body), reply.status, on_done=reply.done)
         else:
             answer = _told(route, model, body, reply, stream, include_usage)
+    except _WRONG_SHAPE as error:
+        what = f"{type(error).__name__}: {error}"
+        raise BackendFailed(f"the engine's reply is not what its route answers: {what}") from error
     finally:
         if answer is None:
             reply.done(False)
     return answer
+
+
+def _failure(route: Route, body: dict[str, object]) -> dict[str, object]:
+    """What an engine said of a failure, in the form of the caller's dialect."""
+    if route is not Route.MESSAGES:
+        return body
+    error = body.get("error")
+    return error_of_messages(error if isinstance(error, dict) else {"message": str(error or body)})
 
 
 def _stream_options(asked: dict[str, object]) -> tuple[bool, bool]:

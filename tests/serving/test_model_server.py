@@ -273,6 +273,27 @@ async def test_a_message_is_a_chat_of_the_same_episode(tmp_path: Path) -> None:
         assert error["error"]["message"].startswith("max_tokens")
 
 
+@pytest.mark.parametrize("route", [Route.CHAT, Route.RESPONSES, Route.MESSAGES])
+@pytest.mark.parametrize(
+    "said", [{}, {"choices": "x", "output": "x"}, {"choices": [7], "output": [7]}]
+)
+async def test_an_engine_that_answers_something_else_is_told_of_in_the_callers_dialect(
+    tmp_path: Path, route: Route, said: dict[str, object]
+) -> None:
+    """POL-1: 502 with JSON, never a 500, also where the reply is to be told as a stream."""
+    asked = {**HELLO, **INPUT, "max_tokens": 5, "stream": True}
+    async with running(tmp_path) as server:
+        server.engine.answer = json_response(said)
+        reply = await server.ask(asked, route=route)
+        value: Any = reply.json()
+        assert (reply.status, value["error"]["code"]) == (502, "backend_failed")
+        assert (value.get("type") == "error") is (route is Route.MESSAGES)
+        server.engine.answer = json_response({"error": {"message": "no"}}, 429)
+        refused: Any = (await server.ask(asked, route=route)).json()
+        assert refused["error"]["message"] == "no"
+        assert (refused.get("type") == "error") is (route is Route.MESSAGES)
+
+
 async def test_a_checkpoint_over_http_cuts_and_a_new_process_continues(
     tmp_path: Path,
 ) -> None:

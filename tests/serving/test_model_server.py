@@ -275,7 +275,8 @@ async def test_a_message_is_a_chat_of_the_same_episode(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("route", [Route.CHAT, Route.RESPONSES, Route.MESSAGES])
 @pytest.mark.parametrize(
-    "said", [{}, {"choices": "x", "output": "x"}, {"choices": [7], "output": [7]}]
+    "said",
+    [{"choices": 7, "output": 7}, {"choices": "x", "output": "x"}, {"choices": [7], "output": [7]}],
 )
 async def test_an_engine_that_answers_something_else_is_told_of_in_the_callers_dialect(
     tmp_path: Path, route: Route, said: dict[str, object]

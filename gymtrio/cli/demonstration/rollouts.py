@@ -106,9 +106,10 @@ async def read_ledger(
 async def gather_evidence(
     client: ServerClient, store: LogTokenStore, rollouts: Rollouts, token: Secret
 ) -> dict[RolloutId, Evidence]:
-    """Read what every finished rollout left: its result, its calls and their tokens."""
+    """Read what every rollout left that has finished by now: its result, its calls and their tokens."""
     gathered = {}
-    for rollout_id, finished in rollouts.finished.items():
+    # Others may finish meanwhile.
+    for rollout_id, finished in list(rollouts.finished.items()):
         key = EpisodeId(rollout_id, finished.attempt).capture_key
         rows = await read_ledger(client, key, token)
         records = [await store.get(row.staging_key) for row in rows if row.staging_key is not None]

@@ -80,7 +80,14 @@ class EpisodeId:
 
     def next_attempt(self) -> EpisodeId:
         """The attempt as which a restored episode continues (ID-3)."""
-        return EpisodeId(self.rollout_id, self.attempt + 1)
+        attempt = self.attempt + 1
+        if attempt > ATTEMPT_MAX:
+            return EpisodeId(self.rollout_id, attempt)
+        # The rollout id was checked already, and thousands are restored at once.
+        made = object.__new__(EpisodeId)
+        object.__setattr__(made, "rollout_id", self.rollout_id)
+        object.__setattr__(made, "attempt", attempt)
+        return made
 
     @property
     def next_capture_key(self) -> CaptureKey:

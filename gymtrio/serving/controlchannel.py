@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+import trio
+
 from gymtrio.errors import PeerRefused
 from gymtrio.serving.client import Reply, ServerClient
 from gymtrio.serving.http import HeadersLike
@@ -46,7 +48,10 @@ class HttpControlChannel:
                 raise PeerRefused(server, asked.status, None, "it asks for no control token")
             self._participants.add(server)
         method = "GET" if request is None else "POST"
+        # A scope of thousands takes ten milliseconds to encode, and as long to send in process.
+        await trio.lowlevel.checkpoint()
         body = None if request is None else self._encoded(request)
+        await trio.lowlevel.checkpoint()
         headers = (self._authorization, (b"content-type", b"application/json"))
         reply = await self._send(server, method, operation, body, headers, deadline)
         return reply.raise_for_status().json()

@@ -15,6 +15,9 @@ from gymtrio.wire.control import CONTROL_PREFIX, ControlRequest
 
 STATUS: Final = "status"
 UNAUTHORIZED: Final = 401
+LARGE_BYTES: Final = 65_536
+"""A scope of thousands takes ten milliseconds to encode, and as long to send in process: not in one
+stretch of the loop."""
 
 
 class HttpControlChannel:
@@ -48,10 +51,9 @@ class HttpControlChannel:
                 raise PeerRefused(server, asked.status, None, "it asks for no control token")
             self._participants.add(server)
         method = "GET" if request is None else "POST"
-        # A scope of thousands takes ten milliseconds to encode, and as long to send in process.
-        await trio.lowlevel.checkpoint()
         body = None if request is None else self._encoded(request)
-        await trio.lowlevel.checkpoint()
+        if body is not None and len(body) > LARGE_BYTES:
+            await trio.lowlevel.checkpoint()
         headers = (self._authorization, (b"content-type", b"application/json"))
         reply = await self._send(server, method, operation, body, headers, deadline)
         return reply.raise_for_status().json()

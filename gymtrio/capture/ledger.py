@@ -103,10 +103,11 @@ class Ledger:
         episode = self._episodes.get(episode_id)
         return () if episode is None else episode.rows
 
-    def install(self, episode_id: EpisodeId, rows: Iterable[LedgerRow]) -> None:
+    def install(self, episode_id: EpisodeId, rows: EpisodeLedger) -> None:
         """Set the rows of a replacement attempt."""
-        self._of(episode_id)
-        self._episodes[episode_id] = EpisodeLedger(rows)
+        if episode_id not in self._episodes:
+            self._by_rollout.add(episode_id, episode_id)
+        self._episodes[episode_id] = rows
 
     def discard(self, episode_id: EpisodeId) -> None:
         """Drop the rows of this very attempt."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from gymtrio.capture.ledger import Ledger, LedgerRow, staging_keys_of
+from gymtrio.capture.ledger import EpisodeLedger, Ledger, LedgerRow, staging_keys_of
 from gymtrio.capture.tokens import StagingKey
 from tests.helpers.plane import episode
 
@@ -51,7 +51,7 @@ def test_rows_are_installed_under_another_attempt() -> None:
     """POL-7: they keep where they were staged, and replace what was there."""
     ledger = Ledger()
     ledger.add(R1, row("dead", "1"))
-    ledger.install(R1, [row("a", "1"), row("b", "2", "a")])
+    ledger.install(R1, EpisodeLedger([row("a", "1"), row("b", "2", "a")]))
     assert [r.model_call_id for r in ledger.rows(R1)] == ["a", "b"]
     assert {r.staged_under for r in ledger.rows(R1)} == {"r"}
     assert ledger.find_parent(R1, ["1", "2"]) == "b"

@@ -23,13 +23,13 @@ import attrs
 import trio
 
 from gymtrio.capture.cuts import CutRecord
-from gymtrio.capture.ledger import Ledger, LedgerRow
+from gymtrio.capture.ledger import EpisodeLedger, Ledger, LedgerRow
 from gymtrio.episodes.by_rollout import ByRollout
 from gymtrio.errors import InvalidCheckpointState, InvalidPhase
 from gymtrio.ids import CaptureKey, EpisodeId, RolloutId
 from gymtrio.limits import ATTEMPT_MAX
 from gymtrio.participants.policy.keeper import Entered, Entry
-from gymtrio.participants.policy.records import PolicyRecord, check_record
+from gymtrio.participants.policy.records import PolicyRecord
 from gymtrio.participants.restored import Restored
 
 
@@ -221,10 +221,14 @@ class Books:
         if self._unstarted:
             raise InvalidPhase(f"{len(self._unstarted)} restored episodes wait for their calls")
 
-    def install(self, target: EpisodeId, record: PolicyRecord) -> None:
-        """Take a restored episode in, under its replacement attempt."""
+    def install(self, target: EpisodeId, record: PolicyRecord, rows: EpisodeLedger) -> None:
+        """Take a restored episode in, under its replacement attempt.
+
+        Args:
+            rows: those of the record; given away.
+        """
         self._unstarted[target.rollout_id] = target
-        self.ledger.install(target, record.rows)
+        self.ledger.install(target, rows)
         if record.uncertain:
             self._uncertain[target] = set(record.uncertain)
         if record.cut is not None:
@@ -250,11 +254,10 @@ class Books:
 
 
 def merge(read: Iterable[tuple[EpisodeId, PolicyRecord]]) -> dict[EpisodeId, PolicyRecord]:
-    """Put together what several processes wrote of the same episode (I18, I28), and check it.
+    """Put together what several processes wrote of the same episode (I18, I28).
 
     Raises:
-        InvalidCheckpointState: rows or cuts of one episode twice, or a record that does not hold
-            together; the detail names the episode.
+        InvalidCheckpointState: rows or cuts of one episode twice; the detail names it.
     """
     merged: dict[EpisodeId, PolicyRecord] = {}
     for episode_id, record in read:
@@ -270,6 +273,4 @@ def merge(read: Iterable[tuple[EpisodeId, PolicyRecord]]) -> dict[EpisodeId, Pol
                 uncertain=other.uncertain or record.uncertain,
             )
         merged[episode_id] = record
-    for episode_id, record in merged.items():
-        check_record(episode_id, record)
     return merged

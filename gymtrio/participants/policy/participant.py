@@ -12,7 +12,7 @@ from typing import ClassVar
 import trio
 
 from gymtrio.capture.cuts import EngineDescription
-from gymtrio.capture.ledger import LedgerRow
+from gymtrio.capture.ledger import EpisodeLedger, LedgerRow
 from gymtrio.capture.tokens import StagingKey, TokenStore
 from gymtrio.checkpoint.participant import Export, Settling
 from gymtrio.errors import InvalidCheckpointState, InvalidRequest
@@ -24,7 +24,7 @@ from gymtrio.participants.policy.books import Books, merge
 from gymtrio.participants.policy.calls import Backend, PolicyCall, PolicyReply
 from gymtrio.participants.policy.gate import PolicyGate
 from gymtrio.participants.policy.keeper import Entered, Entry
-from gymtrio.participants.policy.records import PolicyRecord
+from gymtrio.participants.policy.records import PolicyRecord, check_record
 from gymtrio.ports import Randomness
 from gymtrio.storage.records import Record
 from gymtrio.strict import unstructure
@@ -80,16 +80,21 @@ class BookedParticipant(ParticipantBase):
     ) -> None:
         read = merge(await decode_records(PolicyRecord, records))
         named = frozenset(scope)
-        for episode_id in read:
+        rows: dict[EpisodeId, EpisodeLedger] = {}
+        slices = Slices()
+        for episode_id, record in read.items():
             if episode_id not in named:
                 raise InvalidCheckpointState(f"{episode_id} is not in the scope")
+            check_record(episode_id, record)
+            rows[episode_id] = EpisodeLedger(record.rows)
+            await slices.turn()
         self.check_installable()
         self.admission.supersede(scope, execution_epoch)
         for episode_id, record in read.items():
             target = episode_id.next_attempt()
             # Else the scope names a later attempt of the rollout as well.
             if not self.admission.fences.is_stale(target):
-                self.books.install(target, record)
+                self.books.install(target, record, rows[episode_id])
 
     def forget(self, rollout_ids: Sequence[RolloutId]) -> None:
         """Free what is kept of rollouts that are finished for good: ledgers and restored cuts."""

@@ -6,13 +6,13 @@ import attrs
 import pytest
 
 from gymtrio.capture.cuts import Continuation, CutRecord
-from gymtrio.capture.ledger import LedgerRow
+from gymtrio.capture.ledger import EpisodeLedger, LedgerRow
 from gymtrio.capture.tokens import StagingKey
 from gymtrio.errors import InvalidCheckpointState, InvalidPhase
 from gymtrio.ids import EpisodeId
 from gymtrio.participants.policy.books import Books, merge
 from gymtrio.participants.policy.keeper import Entry
-from gymtrio.participants.policy.records import PolicyRecord
+from gymtrio.participants.policy.records import PolicyRecord, check_record
 from tests.helpers.plane import episode
 
 R = episode("r")
@@ -75,7 +75,7 @@ def test_ordinals_rise_over_all_workers() -> None:
 def test_a_claim_is_one_calls_until_it_ends() -> None:
     """B2, I14."""
     books = Books()
-    books.install(R, PolicyRecord(cut=CUT))
+    books.install(R, PolicyRecord(cut=CUT), EpisodeLedger())
     assert books.enter(entry("other", "another digest")).cut is None
     assert books.enter(attrs.evolve(entry("foreign"), continues=False)).cut is None
     assert books.enter(entry("one")).cut == CUT
@@ -105,7 +105,7 @@ def test_a_row_stays_only_if_the_reply_was_sent() -> None:
 def test_only_the_calls_of_a_lost_worker_end() -> None:
     """HARD-7, B4."""
     books = Books()
-    books.install(R, PolicyRecord(cut=CUT))
+    books.install(R, PolicyRecord(cut=CUT), EpisodeLedger())
     books.enter(entry("claims"), owner="a")
     books.enter(entry("leaves", "x"), owner="a")
     books.deliver("leaves", row("leaves", "x"))
@@ -125,7 +125,8 @@ def test_an_uncertain_row_is_settled_by_what_the_attempt_does_next() -> None:
         books.deliver(call_id, row(call_id, call_id))
     books.lose("a")
     restored = Books()
-    restored.install(R, books.record_of(R, None))
+    record = books.record_of(R, None)
+    restored.install(R, record, EpisodeLedger(record.rows))
     for each in (books, restored):
         entered = each.enter(entry("next", "n", chain=("end of heard",)))
         assert entered.parent_call_id == "heard"
@@ -160,7 +161,7 @@ def test_a_reply_that_was_gone_on_from_has_arrived(end: str) -> None:
 def test_nothing_is_left_of_what_is_forgotten() -> None:
     """I34."""
     books = Books()
-    books.install(R, PolicyRecord(cut=CUT))
+    books.install(R, PolicyRecord(cut=CUT), EpisodeLedger())
     books.enter(entry("a", "x"), owner="w")
     books.deliver("a", row("a", "x"))
     books.lose("w")
@@ -188,4 +189,4 @@ def test_what_several_processes_wrote_of_an_episode_is_put_together() -> None:
         with pytest.raises(InvalidCheckpointState, match=f"r: two processes wrote {what}"):
             merge([(R, twice), (R, twice)])
     with pytest.raises(InvalidCheckpointState, match="r: an uncertain call that has no row"):
-        merge([(R, PolicyRecord(uncertain=("b",)))])
+        check_record(R, PolicyRecord(uncertain=("b",)))

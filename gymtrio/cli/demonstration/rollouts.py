@@ -48,7 +48,7 @@ class Rollouts:
         self.attempts = attempts
         self.finished: dict[RolloutId, Finished] = {}
         self.crashing = False
-        """From here on a connection that breaks is expected."""
+        """From here on a connection that breaks is expected, between the servers as well."""
 
     @property
     def unfinished(self) -> list[EpisodeId]:
@@ -82,6 +82,9 @@ class Rollouts:
             raise RolloutFailed(f"{task.rollout_id}: {error}") from error
         if reply.result is None:
             assert reply.failure is not None
+            if self.crashing:
+                # One server had died a moment before the one that says so.
+                return
             raise RolloutFailed(f"{task.rollout_id}: {reply.failure.failure_reason}")
         self.finished[task.rollout_id] = Finished(attempt, reply.result)
 

@@ -58,8 +58,6 @@ async def commit_once(
     # A resume may cut this short, or it may fail: what is left stays restored, and the next commit
     # decides again. What is published is whole without.
     try:
-        # Who is outside is a look at all that is restored, and has a pass of the loop to itself.
-        await trio.lowlevel.checkpoint()
         await participant.release(participant.unclaimed_outside(scope))
     except GymtrioError as error:
         LOG.warning("checkpoint %s: not all is freed: %s", opened.checkpoint_id, error)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 from quart import Blueprint, Response, request
 
@@ -19,10 +19,7 @@ from gymtrio.checkpoint.control import Control
 from gymtrio.checkpoint.dispatch import perform, read_request
 from gymtrio.errors import NotFound, Refusal, TooLarge, Unauthorized
 from gymtrio.limits import CONTROL_BODY_BYTES_MAX
-from gymtrio.wire.control import CONTROL_PREFIX, reply_to_plain
-
-STATUS: Final = "status"
-
+from gymtrio.wire.control import CONTROL_PREFIX, STATUS, reply_to_plain
 
 ServeControl: TypeAlias = Callable[[str, bytes], Awaitable[bytes]]
 """Operation (`status` too) and JSON body to the JSON of the reply; raises `Refusal`."""

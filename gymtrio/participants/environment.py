@@ -8,10 +8,10 @@
   it would only block. It is owed until resume, and then owned by the participant.
 - V4 Once an episode has concluded, its result is in every checkpoint until its caller has it (HARD-9):
   as its last boundary while it is parked there, then as a kept result (`results.py`).
-- V6 An attempt that did something and ended without a result is refused from then on: run again, it
-  would begin at its input, and do once more what was done (I5, I7).
 - V5 The execution of a replacement attempt is that of its last restore: `epoch_of` is asked in the
   instant of admission, and every call made on its behalf carries it (HARD-11).
+- V6 An attempt that did something and ended without a result is refused from then on: run again, it
+  would begin at its input, and do once more what was done (I5, I7).
 """
 
 from __future__ import annotations

@@ -13,12 +13,11 @@ from gymtrio.background import open_background
 from gymtrio.checkpoint.members import ControlChannel
 from gymtrio.errors import HostError, TransportError
 from gymtrio.serving.control_frames_server import KIND_PREFIX
-from gymtrio.serving.controlchannel import STATUS
 from gymtrio.settings import Secret
 from gymtrio.strict import MalformedValue
 from gymtrio.wire.channel import Channel, open_channel
 from gymtrio.wire.codec import pack, unpack_plain
-from gymtrio.wire.control import ControlRequest
+from gymtrio.wire.control import STATUS, ControlRequest
 from gymtrio.wire.errors import ChannelLost
 from gymtrio.wire.messages import Hello
 from gymtrio.wire.unix import connect_unix

@@ -18,11 +18,10 @@ from gymtrio.checkpoint.control import Control
 from gymtrio.checkpoint.dispatch import perform, read_request
 from gymtrio.errors import Unauthorized
 from gymtrio.limits import CONTROL_BODY_BYTES_MAX
-from gymtrio.serving.controlchannel import STATUS
 from gymtrio.wire.calls_in import IncomingCall
 from gymtrio.wire.channel import PeerInfo
 from gymtrio.wire.codec import pack, unpack_plain
-from gymtrio.wire.control import reply_to_plain
+from gymtrio.wire.control import STATUS, reply_to_plain
 
 CONTROL_FAMILY: Final = "control"
 KIND_PREFIX: Final = f"{CONTROL_FAMILY}/"

@@ -11,9 +11,8 @@ from gymtrio.serving.client import Reply, ServerClient
 from gymtrio.serving.http import HeadersLike
 from gymtrio.settings import Secret
 from gymtrio.wire.codec import to_json
-from gymtrio.wire.control import CONTROL_PREFIX, ControlRequest
+from gymtrio.wire.control import CONTROL_PREFIX, STATUS, ControlRequest
 
-STATUS: Final = "status"
 UNAUTHORIZED: Final = 401
 LARGE_BYTES: Final = 65_536
 """A scope of thousands takes ten milliseconds to encode, and as long to send in process: not in one

@@ -125,6 +125,12 @@ class ServerEntry:
             raise ValueError(f"app {self.app!r} is not module:attribute")
 
     @property
+    def process_count(self) -> int:
+        """How many are to serve it; a setting that is not valid is told by the server itself."""
+        count = self.settings.get("num_workers", 1)
+        return count if type(count) is int and count > 1 and self.known_kind is Kind.MODEL else 1
+
+    @property
     def is_unbound(self) -> bool:
         """Its port is not known yet."""
         return self.url is None and parse_bind(self.bind).port == 0
@@ -204,10 +210,10 @@ class Deployment:
         short = name
         if len(name) > SOCKET_NAME_CHARACTERS_MAX:
             short = hashlib.sha256(name.encode("ascii")).hexdigest()[:SOCKET_NAME_CHARACTERS_MAX]
-        directory, count = Path(self.socket_dir), entry.settings.get("num_workers", 1)
-        if type(count) is not int or count <= 1:
+        directory = Path(self.socket_dir)
+        if entry.process_count == 1:
             return (directory / short,)
-        return tuple(directory / f"{short}.{worker}" for worker in range(count))
+        return tuple(directory / f"{short}.{worker}" for worker in range(entry.process_count))
 
     def socket_path(self, name: str, worker: str | None = None) -> Path | None:
         """Where one process of a server takes frames; None: it does not.

@@ -13,8 +13,7 @@ from typing import Any, Final
 
 from gymtrio.capture.replies import TOKEN_FIELDS, Route
 from gymtrio.serving.http import dump_json
-
-_DONE: Final = b"data: [DONE]\n\n"
+from gymtrio.serving.sse import DONE, encode_event
 
 
 def stream_of_reply(
@@ -30,12 +29,6 @@ def stream_of_reply(
     if route is Route.CHAT:
         return _chat(reply, include_usage)
     return _WRITERS[route](reply)
-
-
-def _event(value: object, name: str | None = None) -> bytes:
-    # JSON in ASCII has no line break that would end it early.
-    head = b"" if name is None else b"event: " + name.encode("ascii") + b"\n"
-    return head + b"data: " + dump_json(value) + b"\n\n"
 
 
 def _chat(reply: Mapping[str, Any], include_usage: bool) -> Iterator[bytes]:
@@ -61,17 +54,17 @@ def _chat(reply: Mapping[str, Any], include_usage: bool) -> Iterator[bytes]:
             told = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
             if delta.get("content"):
                 told["logprobs"] = choice.get("logprobs")
-            yield _event({**head, "choices": [told]})
+            yield encode_event({**head, "choices": [told]})
         last = {
             "index": index,
             "delta": tokens,
             "logprobs": None,
             "finish_reason": choice.get("finish_reason"),
         }
-        yield _event({**head, "choices": [last]})
+        yield encode_event({**head, "choices": [last]})
     if include_usage:
-        yield _event({**head, "choices": [], "usage": reply.get("usage")})
-    yield _DONE
+        yield encode_event({**head, "choices": [], "usage": reply.get("usage")})
+    yield DONE
 
 
 class _Numbered:
@@ -83,7 +76,7 @@ class _Numbered:
     def event(self, kind: str, /, **fields: object) -> bytes:
         event = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
-        return _event(event, kind)
+        return encode_event(event, kind)
 
 
 def _responses(reply: Mapping[str, Any]) -> Iterator[bytes]:
@@ -173,7 +166,7 @@ def _block(index: int, block: Mapping[str, Any]) -> Iterator[bytes]:
 
 
 def _named(kind: str, **fields: object) -> bytes:
-    return _event({"type": kind, **fields}, kind)
+    return encode_event({"type": kind, **fields}, kind)
 
 
 _WRITERS: Final[dict[Route, Callable[[Mapping[str, Any]], Iterator[bytes]]]] = {

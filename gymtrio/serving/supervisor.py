@@ -49,7 +49,6 @@ from gymtrio.serving.metrics import HEALTH_PATH, READY_PATH
 from gymtrio.serving.pool import open_pool
 from gymtrio.serving.processes import describe_end, wait_exited, wait_group_ended
 from gymtrio.serving.transports import open_transport
-from gymtrio.serving.workers import worker_count
 from gymtrio.settings import TOKEN_VARIABLE
 from gymtrio.strict import unstructure
 from gymtrio.wire.unix import lasting_directory
@@ -364,7 +363,7 @@ def _spawn(
     environment[SERVER_VARIABLE] = name
     descriptor = str(sock.fileno())
     # A server with several workers is started by its coordinator, which starts them (WRK-1).
-    main = "coordinating" if worker_count(entry) > 1 else "child"
+    main = "coordinating" if entry.process_count > 1 else "child"
     command = [sys.executable, "-m", f"gymtrio.serving.{main}", entry.app]
     command += ["--fd", descriptor, "--parent", str(os.getpid())]
     log_path = run_dir / "logs" / f"{name}.log"

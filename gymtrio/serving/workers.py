@@ -6,9 +6,6 @@ from typing import Final
 
 import attrs
 
-from gymtrio.serving.deployment import ServerEntry
-from gymtrio.wire.control import Kind
-
 COORDINATOR_VARIABLE: Final = "GYMTRIO_COORDINATOR"
 """Path of the socket at which the coordinator of a server with several workers listens."""
 
@@ -17,9 +14,6 @@ WORKER_VARIABLE: Final = "GYMTRIO_WORKER"
 
 WORKERS_MAX: Final = 256
 """More than any host has cores; a checkpoint has a part of each."""
-
-NUM_WORKERS: Final = "num_workers"
-"""The setting, in the settings of every kind of server."""
 
 
 def instance_of(pid: int) -> str:
@@ -48,9 +42,3 @@ def some_workers(instance: object, attribute: attrs.Attribute[int], value: int) 
     """
     if not 1 <= value <= WORKERS_MAX:
         raise ValueError(f"num_workers is {value}: from 1 to {WORKERS_MAX}")
-
-
-def worker_count(entry: ServerEntry) -> int:
-    """How many processes are to serve it. What is not a valid setting is told by the server itself."""
-    count = entry.settings.get(NUM_WORKERS, 1)
-    return count if type(count) is int and entry.known_kind is Kind.MODEL else 1

@@ -20,6 +20,8 @@ from gymtrio.limits import ID_CHARACTERS_MAX, PARTICIPANTS_SCOPE_EPISODES_MAX
 from gymtrio.strict import structure, unstructure
 
 CONTROL_PREFIX: Final = "/ng-control/v1/checkpoint"
+STATUS: Final = "status"
+"""The one operation without a request."""
 
 
 class Kind(Enum):

@@ -31,10 +31,10 @@ from servers.model.engine_api.errors import answering_refusals
 from servers.model.engine_api.logprobs import TokenNames
 from servers.model.engine_api.outputs import Envelope
 from servers.model.engine_api.prompts import Prompting
+from servers.model.engine_api.reply_stream import ReplyStream
 from servers.model.engine_api.requests import ModelCall, parse_call
 from servers.model.engine_api.responses import responses_reply
 from servers.model.engine_api.responses_stream import ResponsesStream
-from servers.model.engine_api.sse import ReplyStream
 from servers.model.engine_api.streaming import StreamedReply, generate_choices
 from servers.model.engine_native.backend import NativeBackend
 from servers.model.engine_native.continuations import seed_of

@@ -36,7 +36,7 @@ from gymtrio.serving.host import HostPorts
 from gymtrio.serving.launch import bind_socket, die_with_parent, load_app, run_server
 from gymtrio.serving.logs import configure_logging
 from gymtrio.serving.transports import open_frames_server
-from gymtrio.serving.workers import COORDINATOR_VARIABLE, WORKER_VARIABLE, worker_count
+from gymtrio.serving.workers import COORDINATOR_VARIABLE, WORKER_VARIABLE
 from gymtrio.storage.disk import ThreadDisk
 from gymtrio.strict import structure, unstructure
 from gymtrio.wire.unix import lasting_directory
@@ -218,7 +218,7 @@ def main(*names: str) -> None:
         assert isinstance(app, ServerApp)
         sock = bind_socket(parse_bind(entry.bind), start.server)
         serve = partial(_serve, app, deployment, start, sock)
-        workers = worker_count(entry)
+        workers = entry.process_count
         pids = [_fork(serve)] if workers == 1 else _fork_workers(deployment, start, serve, workers)
         # It listens already: whoever calls before it serves is served then.
         sock.close()

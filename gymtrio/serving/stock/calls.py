@@ -7,14 +7,17 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Final
 
+import trio
+
 from gymtrio.errors import InvalidRequest
 from gymtrio.serving.client import Reply, ServerClient, StreamedReply
 from gymtrio.serving.http import HeadersLike, parse_json
+from gymtrio.serving.sse import DONE_DATA, EventTooLong, SseDecoder
 from gymtrio.serving.stock.engines import EngineBroke, EngineRefused
 
 ERROR_BYTES_MAX: Final = 1024 * 1024
-EVENT_BYTES_MAX: Final = 16 * 1024 * 1024
-"""One event of a stream: a chunk of a few tokens, with whatever an engine adds."""
+DESCRIBE_S_MAX: Final = 60.0
+"""What an engine says of itself is known to it; one that does not say is not asked for longer."""
 
 
 class EngineCalls:
@@ -35,7 +38,12 @@ class EngineCalls:
             TransportError, EngineRefused, EngineBroke
         """
         reply = await self._client.request(
-            self._server, "GET", path, headers=self._headers, context=None
+            self._server,
+            "GET",
+            path,
+            headers=self._headers,
+            context=None,
+            deadline=trio.current_time() + DESCRIBE_S_MAX,
         )
         return _object_of(reply)
 
@@ -70,40 +78,17 @@ class EngineCalls:
 async def _events(reply: StreamedReply) -> AsyncGenerator[dict[str, object]]:
     decoder = SseDecoder()
     async for chunk in reply.chunks():
-        for data in decoder.receive_data(chunk):
-            if data == b"[DONE]":
+        try:
+            received = decoder.receive_data(chunk)
+        except EventTooLong as error:
+            raise EngineBroke(f"{reply.where}: {error}") from None
+        for data in received:
+            if data == DONE_DATA:
                 return
             event = _parse(data, f"{reply.where}: an event")
             if "error" in event:
                 raise EngineBroke(f"{reply.where}: {json.dumps(event['error'])[:400]}")
             yield event
-
-
-class SseDecoder:
-    """Server-sent events from chunks of any size: the `data` of each; everything else is skipped."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-        self._data: list[bytes] = []
-
-    def receive_data(self, chunk: bytes) -> list[bytes]:
-        """
-        Raises:
-            EngineBroke: an event without end.
-        """
-        self._buffer += chunk
-        *lines, rest = self._buffer.split(b"\n")
-        self._buffer = bytearray(rest)
-        if len(rest) + sum(map(len, self._data)) > EVENT_BYTES_MAX:
-            raise EngineBroke(f"an event of the stream is over {EVENT_BYTES_MAX} bytes")
-        events: list[bytes] = []
-        for line in (bytes(line).rstrip(b"\r") for line in lines):
-            if line.startswith(b"data:"):
-                self._data.append(line[5:].removeprefix(b" "))
-            elif not line and self._data:
-                events.append(b"\n".join(self._data))
-                self._data = []
-        return events
 
 
 def _object_of(reply: Reply) -> dict[str, object]:

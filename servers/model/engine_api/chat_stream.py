@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gymtrio.errors import Refusal
+from gymtrio.serving.sse import DONE, encode_event
 from servers.model.embedded.generation import Emission, Generated
 from servers.model.engine_api.chat import (
     PROMPT_IDS,
@@ -18,11 +19,10 @@ from servers.model.engine_api.chat import (
 from servers.model.engine_api.errors import error_object
 from servers.model.engine_api.outputs import Envelope, TextGate, read_output, usage_of
 from servers.model.engine_api.requests import ModelCall
-from servers.model.engine_api.sse import DONE, event
 
 
 class ChatStream:
-    """Implements `sse.ReplyStream`."""
+    """Implements `reply_stream.ReplyStream`."""
 
     def __init__(self, call: ModelCall, envelope: Envelope, prompt_ids: Sequence[int]) -> None:
         self._call = call
@@ -36,7 +36,7 @@ class ChatStream:
         chunks = [self._chunk([_choice(index, delta)]) for index in range(self._call.choices)]
         if self._call.token_ids:
             chunks[0][PROMPT_IDS] = list(self._prompt_ids)
-        return b"".join(map(event, chunks))
+        return b"".join(map(encode_event, chunks))
 
     def emit(self, choice: int, emission: Emission) -> bytes:
         call = self._call
@@ -49,7 +49,7 @@ class ChatStream:
         )
         if call.token_ids:
             told[TOKEN_IDS] = list(emission.token_ids)
-        return event(self._chunk([told]))
+        return encode_event(self._chunk([told]))
 
     def finish(self, choice: int, generated: Generated) -> bytes:
         self._results.append(generated)
@@ -59,18 +59,18 @@ class ChatStream:
             delta["tool_calls"] = [{"index": 0, **tool_call(self._envelope, choice, output.call)}]
         elif rest := self._gates[choice].rest():
             delta["content"] = rest
-        events = event(self._chunk([_choice(choice, delta)])) if delta else b""
+        events = encode_event(self._chunk([_choice(choice, delta)])) if delta else b""
         last = _choice(choice, {}, finish_name(output))
-        return events + event(self._chunk([last]))
+        return events + encode_event(self._chunk([last]))
 
     def end(self) -> bytes:
         if not self._call.stream_usage:
             return DONE
         usage = usage_object(usage_of(self._prompt_ids, self._results))
-        return event(self._chunk([]) | {"usage": usage}) + DONE
+        return encode_event(self._chunk([]) | {"usage": usage}) + DONE
 
     def fail(self, refusal: Refusal) -> bytes:
-        return event({"error": error_object(refusal)}) + DONE
+        return encode_event({"error": error_object(refusal)}) + DONE
 
     def _chunk(self, choices: list[dict[str, object]]) -> dict[str, object]:
         chunk = {**chat_head(self._envelope, "chat.completion.chunk"), "choices": choices}

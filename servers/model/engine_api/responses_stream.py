@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gymtrio.errors import Refusal
+from gymtrio.serving.sse import encode_event
 from servers.model.embedded.generation import Emission, Generated
 from servers.model.embedded.toolcalls import FunctionCall
 from servers.model.engine_api.outputs import Envelope, Output, TextGate, read_output
@@ -27,11 +28,10 @@ from servers.model.engine_api.responses import (
     responses_reply,
     text_part,
 )
-from servers.model.engine_api.sse import event
 
 
 class ResponsesStream:
-    """Implements `sse.ReplyStream`; a response has one choice."""
+    """Implements `reply_stream.ReplyStream`; a response has one choice."""
 
     def __init__(self, call: ModelCall, envelope: Envelope, prompt_ids: Sequence[int]) -> None:
         self._call = call
@@ -122,4 +122,4 @@ class ResponsesStream:
     def _event(self, kind: str, /, **fields: object) -> bytes:
         number = self._sequence_number
         self._sequence_number += 1
-        return event({"type": kind, "sequence_number": number, **fields}, kind)
+        return encode_event({"type": kind, "sequence_number": number, **fields}, kind)

@@ -11,7 +11,7 @@ import trio
 from gymtrio.errors import Refusal
 from servers.model.embedded.engine import Engine
 from servers.model.embedded.generation import Emission, Generated, GenerationRequest
-from servers.model.engine_api.sse import ReplyStream
+from servers.model.engine_api.reply_stream import ReplyStream
 
 ChoiceListener: TypeAlias = Callable[[int, Emission], None]
 """As `engine.Listener`, told which choice it is."""

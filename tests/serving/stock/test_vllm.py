@@ -32,8 +32,7 @@ from gymtrio.ports import HostClock, HostRandomness
 from gymtrio.serving.client import Peer, ServerClient, peer_of_url
 from gymtrio.serving.inprocess import open_network
 from gymtrio.serving.stock.backend import StockBackend
-from gymtrio.serving.stock.calls import EngineCalls, SseDecoder
-from gymtrio.serving.stock.engines import EngineBroke
+from gymtrio.serving.stock.calls import EngineCalls
 from gymtrio.serving.stock.outputs import ToolCallFormat
 from gymtrio.serving.stock.vllm import VllmEngine
 from gymtrio.strict import unstructure
@@ -300,19 +299,3 @@ async def test_an_engine_that_breaks_its_api_costs_that_call_its_reply(
             await bench.call("a")
         bench.engine.events = None
         assert (await bench.call("a")).status == 200
-
-
-def test_events_do_not_depend_on_how_their_bytes_were_cut() -> None:
-    stream = b': ping\n\ndata: {"a": 1}\r\n\r\nevent: x\ndata:two\ndata: lines\n\ndata: [DONE]\n\n'
-    whole = SseDecoder().receive_data(stream)
-    assert whole == [b'{"a": 1}', b"two\nlines", b"[DONE]"]
-    decoder = SseDecoder()
-    assert [e for byte in stream for e in decoder.receive_data(bytes([byte]))] == whole
-
-
-def test_an_event_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gymtrio.serving.stock.calls.EVENT_BYTES_MAX", 100)
-    decoder = SseDecoder()
-    with pytest.raises(EngineBroke, match="over 100 bytes"):
-        for _ in range(20):
-            decoder.receive_data(b"data: 0123456789\n")

@@ -1,20 +1,11 @@
-"""Server-sent events, and what the streams of both APIs have in common."""
+"""What the streams of both APIs have in common."""
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from typing import Protocol
 
 from gymtrio.errors import Refusal
-from gymtrio.serving.http import dump_json
 from servers.model.embedded.generation import Emission, Generated
-
-DONE: Final = b"data: [DONE]\n\n"
-
-
-def event(value: object, name: str | None = None) -> bytes:
-    """One event; JSON in ASCII has no line break that would end it early."""
-    head = b"" if name is None else b"event: " + name.encode("ascii") + b"\n"
-    return head + b"data: " + dump_json(value) + b"\n\n"
 
 
 class ReplyStream(Protocol):

@@ -21,10 +21,10 @@ from servers.model.engine_api.chat import chat_reply
 from servers.model.engine_api.chat_stream import ChatStream
 from servers.model.engine_api.logprobs import TokenNames
 from servers.model.engine_api.outputs import Envelope
+from servers.model.engine_api.reply_stream import ReplyStream
 from servers.model.engine_api.requests import ModelCall, parse_call
 from servers.model.engine_api.responses import responses_reply
 from servers.model.engine_api.responses_stream import ResponsesStream
-from servers.model.engine_api.reply_stream import ReplyStream
 
 PROMPT = (1, 2, 3)
 CALL = '{"name": "add", "arguments": {"count": 5}}'

@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import attrs
 import trio
 
-from bench.measure import Heart
+from bench.measure import Heart, Sample, resident_bytes
 from gymtrio.serving.app import ServerApp
 from gymtrio.serving.host import Service, ServiceHost
 from gymtrio.serving.http import Request, Response, json_response
 
-_STATM = Path("/proc/self/statm")
 
-
-def resident_bytes() -> int:
-    """Of this process, now."""
-    return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def costs(held_s: float, held_cpu_s: float, parked: int) -> dict[str, float]:
+def costs(heart: Sample, parked: int) -> dict[str, float]:
     """What both servers answer under `/costs`."""
     return {
         "cpu_s": time.process_time(),
         "resident_bytes": resident_bytes(),
-        "held_s": held_s,
-        "held_cpu_s": held_cpu_s,
+        "held_s": heart.held_s,
+        "held_cpu_s": heart.held_cpu_s,
         "parked": parked,
     }
 
@@ -46,8 +37,7 @@ class Echo:
 
     def __init__(self, heart: Heart) -> None:
         self._heart = heart
-        self._released = trio.Event()
-        self._parked = 0
+        self._parked = trio.lowlevel.ParkingLot()
 
     async def echo(self, request: Request) -> Response:
         return json_response(request.json())
@@ -56,21 +46,15 @@ class Echo:
         return Response(200, request.body)
 
     async def park(self, request: Request) -> Response:
-        self._parked += 1
-        try:
-            await self._released.wait()
-        finally:
-            self._parked -= 1
+        await self._parked.park()
         return json_response(request.json())
 
     async def release(self, request: Request) -> Response:
-        self._released.set()
-        self._released = trio.Event()
+        self._parked.unpark_all()
         return json_response({})
 
     async def costs(self, request: Request) -> Response:
-        sample = self._heart.so_far()
-        return json_response(costs(sample.held_s, sample.held_cpu_s, self._parked))
+        return json_response(costs(self._heart.so_far(), len(self._parked)))
 
 
 @asynccontextmanager

@@ -28,7 +28,7 @@ from bench.measure import Heart, Sample, open_heart, timed
 from bench.planes import open_direct
 from bench.report import Row, Section, Target, add_arguments, conclude
 from gymtrio.background import open_background
-from gymtrio.capture.cuts import TerminalReason
+from gymtrio.capture.cuts import CutInventory, CutReceipt, TerminalReason
 from gymtrio.capture.ledger import LedgerRow
 from gymtrio.capture.memory_store import MemoryTokenStore
 from gymtrio.capture.replies import Route
@@ -61,7 +61,7 @@ class NoBackend:
     ) -> BackendReply:
         raise TransportError("there is no engine")
 
-    async def cut(self, inventory: object, *, deadline: float) -> None:  # type: ignore[override]
+    async def cut(self, inventory: CutInventory, *, deadline: float) -> CutReceipt:
         raise TransportError("there is no engine")
 
     async def describe(self, *, deadline: float) -> None:
@@ -71,7 +71,7 @@ class NoBackend:
 def make_participant() -> PolicyParticipant:
     return PolicyParticipant(
         "policy",
-        backend=NoBackend(),  # type: ignore[arg-type]
+        backend=NoBackend(),
         token_store=MemoryTokenStore(),
         randomness=HostRandomness(),
         generation_cuts=False,
@@ -181,13 +181,13 @@ async def _round(
 ) -> None:
     before, after = make_participant(), make_participant()
     deliver(before, ids)
-    async with open_direct(before, root) as plane:  # type: ignore[arg-type]
+    async with open_direct(before, root) as plane:
         await plane.prepare(name)
         with heart.measuring() as sample:
             await plane.commit(name, ids)
         found.commit.append(sample)
         await plane.resume(name)
-    async with open_direct(after, root) as plane:  # type: ignore[arg-type]
+    async with open_direct(after, root) as plane:
         with heart.measuring() as sample:
             await plane.restore(name, ids)
         found.restore.append(sample)

@@ -6,6 +6,7 @@ the same round.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -15,7 +16,8 @@ from typing import Final
 import attrs
 import trio
 
-_BEAT_S: Final = 0.001
+BEAT_S: Final = 0.001
+_STATM: Final = Path("/proc/self/statm")
 _STATUS: Final = Path("/proc/self/status")
 _CLEAR_REFS: Final = Path("/proc/self/clear_refs")
 _RESET_PEAK: Final = "5"
@@ -48,7 +50,7 @@ class Heart:
         """Run beside what is measured, until cancelled."""
         self._start(self._sample)
         while True:
-            await trio.sleep(_BEAT_S)
+            await trio.sleep(BEAT_S)
             self._note()
 
     @contextmanager
@@ -82,7 +84,7 @@ class Heart:
     def _note(self) -> None:
         now, cpu = time.perf_counter(), time.thread_time()
         sample = self._sample
-        sample.held_s = max(sample.held_s, now - self._last - _BEAT_S)
+        sample.held_s = max(sample.held_s, now - self._last - BEAT_S)
         sample.held_cpu_s = max(sample.held_cpu_s, cpu - self._last_cpu)
         self._last, self._last_cpu = now, cpu
 
@@ -95,6 +97,11 @@ async def open_heart() -> AsyncIterator[Heart]:
         nursery.start_soon(heart.beat)
         yield heart
         nursery.cancel_scope.cancel()
+
+
+def resident_bytes() -> int:
+    """Of this process, now."""
+    return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def timed(seconds: list[float], cpu_seconds: list[float] | None = None) -> _Timed:

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from statistics import median
 from typing import Any
 
 import attrs
 import trio
 
-from bench.echo_server import resident_bytes
 from bench.load import (
-    BODY,
     ENCODED,
     FAILED_S,
     SLICE_CALLS,
     WARM_S,
+    Caller,
     Counting,
+    Crowd,
     Job,
     Parked,
     Throughput,
@@ -36,7 +34,7 @@ from gymtrio.serving.transports import open_transport
 SERVER = "echo"
 
 
-class _Caller:
+class _Caller(Caller):
     def __init__(self, client: ServerClient) -> None:
         self._client = client
 
@@ -44,16 +42,9 @@ class _Caller:
         reply = await self._client.request(SERVER, method, path, json=body)
         return reply.raise_for_status().json()
 
-    async def echo(self) -> bool:
-        return bool(await self.call("POST", "/echo", BODY) == BODY)
-
     async def raw(self) -> bool:
         reply = await self._client.request(SERVER, "POST", "/raw", body=ENCODED)
         return reply.raise_for_status().body == ENCODED
-
-    async def costs(self) -> dict[str, float]:
-        told: dict[str, float] = await self.call("GET", "/costs")
-        return told
 
 
 @asynccontextmanager
@@ -96,48 +87,22 @@ async def _load(caller: _Caller, job: Job) -> Throughput:
 
 
 async def _park(caller: _Caller, job: Job, heart: Heart) -> Parked:
-    told = Parked()
-    await caller.call("POST", "/echo", BODY)
-    before = await caller.costs()
-    own_bytes, own_cpu_s = resident_bytes(), time.process_time()
-    heart.so_far()
-
-    async def park() -> None:
-        try:
-            told.errors += await caller.call("POST", "/park", BODY) != BODY
-        except TransportError:
-            told.errors += 1
-        else:
-            told.calls += 1
-
+    crowd = Crowd(
+        caller,
+        job.in_flight,
+        sleep=trio.sleep,
+        held_s=lambda: heart.so_far().held_s,
+        failures=(TransportError,),
+    )
+    await crowd.begin()
     async with trio.open_nursery() as nursery:
-        began = time.perf_counter()
         for number in range(job.in_flight):
-            nursery.start_soon(park)
+            nursery.start_soon(crowd.park)
             if number % SLICE_CALLS == 0:
                 await trio.lowlevel.checkpoint()
-        server = await caller.costs()
-        while server["parked"] + told.errors < job.in_flight:
-            await trio.sleep(0.1)
-            seen = server["held_s"]
-            server = await caller.costs()
-            server["held_s"] = max(seen, server["held_s"])
-        told.parking_s = time.perf_counter() - began
-        told.client_held_s, told.server_held_s = heart.so_far().held_s, server["held_s"]
-        told.client_bytes = resident_bytes() - own_bytes
-        told.server_bytes = server["resident_bytes"] - before["resident_bytes"]
-        more = []
-        for _ in range(20):
-            one = time.perf_counter()
-            await caller.call("POST", "/echo", BODY)
-            more.append(time.perf_counter() - one)
-        told.one_more_s = median(more)
-        began = time.perf_counter()
-        await caller.call("POST", "/release", {})
-    told.releasing_s = time.perf_counter() - began
-    told.client_cpu_s = time.process_time() - own_cpu_s
-    told.server_cpu_s = (await caller.costs())["cpu_s"] - before["cpu_s"]
-    return told
+        await crowd.release()
+    await crowd.end()
+    return crowd.told
 
 
 def main(given: list[str]) -> None:

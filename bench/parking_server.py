@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,19 +11,13 @@ from typing import Any
 
 import trio
 
-from bench.measure import Heart
+from bench.measure import Heart, resident_bytes
 from gymtrio.serving.app import ServerApp
 from gymtrio.serving.host import Service, ServiceHost
 from gymtrio.serving.http import Request, Response, json_response
 from gymtrio.serving.resources_server import NoSettings
 
-_STATM = Path("/proc/self/statm")
 _DESCRIPTORS = Path("/proc/self/fd")
-
-
-def resident_bytes() -> int:
-    """Of this process, now."""
-    return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def descriptors() -> int:
@@ -54,20 +47,14 @@ class Parking:
     def __init__(self, heart: Heart, pauses: Pauses) -> None:
         self._heart = heart
         self._pauses = pauses
-        self._released = trio.Event()
-        self._parked = 0
+        self._parked = trio.lowlevel.ParkingLot()
 
     async def park(self, request: Request) -> Response:
-        self._parked += 1
-        try:
-            await self._released.wait()
-        finally:
-            self._parked -= 1
+        await self._parked.park()
         return json_response({})
 
     async def release(self, request: Request) -> Response:
-        self._released.set()
-        self._released = trio.Event()
+        self._parked.unpark_all()
         return json_response({})
 
     async def one_more(self, request: Request) -> Response:
@@ -80,7 +67,7 @@ class Parking:
     async def facts(self, request: Request) -> Response:
         sample, pauses = self._heart.so_far(), self._pauses
         found: dict[str, Any] = {
-            "parked": self._parked,
+            "parked": len(self._parked),
             "resident_bytes": resident_bytes(),
             "descriptors": descriptors(),
             "cpu_s": time.process_time(),

@@ -19,6 +19,7 @@ from gymtrio.checkpoint.coordination import Controller
 from gymtrio.checkpoint.directory_archive import DirectoryArchive
 from gymtrio.checkpoint.incarnations import Incarnations
 from gymtrio.checkpoint.members import Member
+from gymtrio.checkpoint.participant import Participant
 from gymtrio.ids import CheckpointId, EpisodeId
 from gymtrio.participants.environment import EnvironmentParticipant
 from gymtrio.ports import HostClock, HostRandomness
@@ -127,7 +128,7 @@ class _Controlled:
 
 
 @asynccontextmanager
-async def open_direct(participant: EnvironmentParticipant, root: Path) -> AsyncIterator[Plane]:
+async def open_direct(participant: Participant, root: Path) -> AsyncIterator[Plane]:
     disk, clock = ThreadDisk(), HostClock()
     archive = DirectoryArchive(disk, CheckpointRoot(str(root / "checkpoints")), HostRandomness())
     async with open_control(

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Final
+from typing import Final, Protocol
 
 import attrs
 
@@ -182,6 +182,14 @@ class Section:
         return [f"{self.title}: {row.name}: {why}" for row in self.rows for why in row.missed()]
 
 
+class Told(Protocol):
+    """A section, of whatever is measured."""
+
+    def missed(self) -> list[str]: ...
+
+    def to_json(self) -> dict[str, object]: ...
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What every bench can be told about its report."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
@@ -191,7 +199,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def conclude(
-    sections: Sequence[Section],
+    sections: Sequence[Told],
     arguments: argparse.Namespace,
     missed_between: Sequence[str] = (),
 ) -> int:

@@ -10,10 +10,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from statistics import median
 from typing import Any, Final
 
 import aiohttp
@@ -22,44 +20,36 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI, Request, Response
 
-from bench.echo_server import costs, resident_bytes
+from bench.echo_server import costs
 from bench.load import (
-    BODY,
     ENCODED,
     FAILED_S,
-    HEART_BEAT_S,
     SLICE_CALLS,
     WARM_S,
+    Caller,
     Counting,
+    Crowd,
     Job,
     Parked,
     Throughput,
 )
+from bench.measure import BEAT_S, Heart
 
 KEEP_ALIVE_S: Final = 75
 BACKLOG: Final = 4096
 """As ours, so that neither loses time to connections that are tried again."""
 
+_FAILURES: Final = (aiohttp.ClientError, OSError)
 
-class _Heart:
-    """As `bench.measure.Heart`, on asyncio."""
 
-    def __init__(self) -> None:
-        self.held_s = self.held_cpu_s = 0.0
+class _Heart(Heart):
+    """On asyncio."""
 
     async def beat(self) -> None:
-        last, last_cpu = time.perf_counter(), time.thread_time()
+        self._start(self._sample)
         while True:
-            await asyncio.sleep(HEART_BEAT_S)
-            now, cpu = time.perf_counter(), time.thread_time()
-            self.held_s = max(self.held_s, now - last - HEART_BEAT_S)
-            self.held_cpu_s = max(self.held_cpu_s, cpu - last_cpu)
-            last, last_cpu = now, cpu
-
-    def so_far(self) -> tuple[float, float]:
-        told = self.held_s, self.held_cpu_s
-        self.held_s = self.held_cpu_s = 0.0
-        return told
+            await asyncio.sleep(BEAT_S)
+            self._note()
 
 
 def make_app(*, beats: bool) -> FastAPI:
@@ -101,7 +91,7 @@ def make_app(*, beats: bool) -> FastAPI:
 
     @app.get("/costs", response_model=None)
     async def told() -> dict[str, float]:
-        return costs(*heart.so_far(), parked)
+        return costs(heart.so_far(), parked)
 
     return app
 
@@ -124,7 +114,7 @@ def serve(*, beats: bool) -> None:
     _Server(config).run()
 
 
-class _Caller:
+class _Caller(Caller):
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self._session = session
         self._url = url
@@ -134,17 +124,10 @@ class _Caller:
             reply.raise_for_status()
             return await reply.json()
 
-    async def echo(self) -> bool:
-        return bool(await self.call("POST", "/echo", BODY) == BODY)
-
     async def raw(self) -> bool:
         async with self._session.post(self._url + "/raw", data=ENCODED) as reply:
             reply.raise_for_status()
             return await reply.read() == ENCODED
-
-    async def costs(self) -> dict[str, float]:
-        told: dict[str, float] = await self.call("GET", "/costs")
-        return told
 
 
 async def drive(url: str, job: Job) -> Throughput | Parked:
@@ -163,7 +146,7 @@ async def _load(caller: _Caller, job: Job) -> Throughput:
         while counting.running:
             try:
                 counting.replied(await (caller.echo() if job.parses else caller.raw()))
-            except (aiohttp.ClientError, OSError):
+            except _FAILURES:
                 counting.failed()
                 await asyncio.sleep(FAILED_S)
 
@@ -177,52 +160,26 @@ async def _load(caller: _Caller, job: Job) -> Throughput:
 
 
 async def _park(caller: _Caller, job: Job) -> Parked:
-    told = Parked()
     heart = _Heart()
+    crowd = Crowd(
+        caller,
+        job.in_flight,
+        sleep=asyncio.sleep,
+        held_s=lambda: heart.so_far().held_s,
+        failures=_FAILURES,
+    )
     beating = asyncio.create_task(heart.beat())
-    await caller.call("POST", "/echo", BODY)
-    before = await caller.costs()
-    own_bytes, own_cpu_s = resident_bytes(), time.process_time()
-    heart.so_far()
-
-    async def park() -> None:
-        try:
-            told.errors += await caller.call("POST", "/park", BODY) != BODY
-        except (aiohttp.ClientError, OSError):
-            told.errors += 1
-        else:
-            told.calls += 1
-
-    began = time.perf_counter()
-    crowd = []
+    await crowd.begin()
+    calls = []
     for number in range(job.in_flight):
-        crowd.append(asyncio.create_task(park()))
+        calls.append(asyncio.create_task(crowd.park()))
         if number % SLICE_CALLS == 0:
             await asyncio.sleep(0)
-    server = await caller.costs()
-    while server["parked"] + told.errors < job.in_flight:
-        await asyncio.sleep(0.1)
-        seen = server["held_s"]
-        server = await caller.costs()
-        server["held_s"] = max(seen, server["held_s"])
-    told.parking_s = time.perf_counter() - began
-    told.client_held_s, told.server_held_s = heart.so_far()[0], server["held_s"]
-    told.client_bytes = resident_bytes() - own_bytes
-    told.server_bytes = server["resident_bytes"] - before["resident_bytes"]
-    more = []
-    for _ in range(20):
-        one = time.perf_counter()
-        await caller.call("POST", "/echo", BODY)
-        more.append(time.perf_counter() - one)
-    told.one_more_s = median(more)
-    began = time.perf_counter()
-    await caller.call("POST", "/release", {})
-    await asyncio.gather(*crowd)
-    told.releasing_s = time.perf_counter() - began
-    told.client_cpu_s = time.process_time() - own_cpu_s
-    told.server_cpu_s = (await caller.costs())["cpu_s"] - before["cpu_s"]
+    await crowd.release()
+    await asyncio.gather(*calls)
+    await crowd.end()
     beating.cancel()
-    return told
+    return crowd.told
 
 
 def main(given: list[str]) -> None:

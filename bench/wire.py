@@ -55,6 +55,8 @@ REPORT_IDS: Final = 16_000
 REPORT_S: Final = 0.010
 WORKERS: Final = (1, 2, 8)
 DEPTHS: Final = (1, 64)
+ARRIVAL_S_MAX: Final = 60.0
+"""From the start of the workers' processes to the last one's connection."""
 
 _ECHO: Final = "echo"
 _RUN: Final = "run"
@@ -209,8 +211,12 @@ class Coordinator:
 
     async def expect(self, count: int) -> None:
         self._count = count
-        if len(self._channels) < count:
+        if len(self._channels) >= count:
+            return
+        with trio.move_on_after(ARRIVAL_S_MAX):
             await self._arrived.wait()
+            return
+        raise SystemExit(f"{len(self._channels)} of {count} workers came in {ARRIVAL_S_MAX:g} s")
 
     async def measure(self, workers: int, depth: int, seconds: float) -> Trips:
         told: list[dict[str, float]] = []
@@ -284,7 +290,9 @@ def _exchange(sock: socket.socket, message: bytes) -> None:
 
 def _receive(sock: socket.socket, size: int) -> None:
     while size:
-        size -= len(sock.recv(262144))
+        data = sock.recv(262144)
+        assert data, "an echoing process has ended"
+        size -= len(data)
 
 
 async def measure_trips(

@@ -41,12 +41,11 @@ _log = logging.getLogger(__name__)
 class Taken(Protocol):
     """A request that a hot route takes; its body is still to be read."""
 
-    async def answer(self, body: bytes, scope: trio.CancelScope | None = None) -> Answer:
+    async def answer(self, body: bytes, scope: trio.CancelScope | None) -> Answer:
         """Run the handler; refusals and faults are answers as well, and so is the end of a drain.
 
         Args:
-            scope: what the task runs in, of a carrier that can send an answer when it is cancelled;
-                one is not made then.
+            scope: that of the exchange; where it has none, one is made, which ends with the handler.
         """
         ...
 
@@ -83,7 +82,7 @@ async def serve_exchange(app: AsgiApp, exchange: Exchange) -> None:
             await _run_shown(app, exchange)
             return
         body = await read_whole(exchange, DATA_BODY_BYTES_MAX)
-        answer = await taken.answer(body, getattr(exchange, "scope", None))
+        answer = await taken.answer(body, exchange.scope)
     except Refusal as refusal:
         answer = refusal_response(refusal)
     except ClientGone:
@@ -189,6 +188,8 @@ class _Shown:
 class ForeignExchange:
     """A request that a foreign ASGI server has received, as an exchange."""
 
+    scope: trio.CancelScope | None = None
+
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope = scope
         self._receive = receive
@@ -278,7 +279,7 @@ async def serve_foreign(taken: Taken, exchange: ForeignExchange) -> None:
         return
     async with trio.open_nursery() as nursery:
         nursery.start_soon(exchange.watch, nursery.cancel_scope)
-        await send_answer(exchange, await taken.answer(body))
+        await send_answer(exchange, await taken.answer(body, exchange.scope))
         nursery.cancel_scope.cancel()
 
 

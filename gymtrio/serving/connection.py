@@ -132,7 +132,8 @@ class Connection:
             pass
         except* Exception as errors:  # noqa: BLE001
             # The edge: anything that a peer provokes ends its own connection (SRV-1).
-            _log.warning("connection ended by %r", errors.exceptions[0])
+            client = self.addresses()["client"]
+            _log.warning("connection of %s ended by %r", client, errors.exceptions[0])
         finally:
             await trio.aclose_forcefully(self._stream)
 
@@ -311,6 +312,8 @@ def _pair(address: object) -> tuple[str, int] | None:
 
 class _HttpExchange:
     """One request of a connection (`gymtrio.serving.exchange.Exchange`)."""
+
+    scope: trio.CancelScope | None = None
 
     def __init__(self, connection: Connection, reader: RequestReader, head: Head) -> None:
         self._connection = connection

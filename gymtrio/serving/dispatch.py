@@ -62,13 +62,12 @@ class Routes:
     methods: dict[str, set[str]] = attrs.field(init=False)
     """Path to the methods under which the table has it."""
 
-    def __attrs_post_init__(self) -> None:
-        for method, path in self.table:
-            self.methods.setdefault(path, set()).add(method)
-
     @methods.default
-    def _no_methods(self) -> dict[str, set[str]]:
-        return {}
+    def _methods_of_table(self) -> dict[str, set[str]]:
+        methods: dict[str, set[str]] = {}
+        for method, path in self.table:
+            methods.setdefault(path, set()).add(method)
+        return methods
 
     def handler(self, method: str, path: str) -> Handler | None:
         """The handler of a data route; None: the framework takes it.
@@ -79,11 +78,11 @@ class Routes:
         handler = self.table.get((method, path))
         if handler is not None:
             return handler
-        if path in self.methods and not self.framework_takes(method, path):
+        if self.framework_takes(method, path):
+            return None
+        if path in self.methods:
             raise MethodNotAllowed(path, sorted(self.methods[path]))
-        if self.fallback is not None and not self.framework_takes(method, path):
-            return self.fallback
-        return None
+        return self.fallback
 
 
 @attrs.frozen
@@ -100,7 +99,7 @@ class _Taken:
     headers: Headers
     context: RolloutContext | None
 
-    async def answer(self, body: bytes, scope: trio.CancelScope | None = None) -> Answer:
+    async def answer(self, body: bytes, scope: trio.CancelScope | None) -> Answer:
         request = Request(self.method, self.path, self.query, self.headers, body, self.context)
         in_work, status = self.dispatcher.in_work, 0
         work = in_work.enter(scope)
@@ -114,6 +113,7 @@ class _Taken:
                 try:
                     answer = await self._run(request)
                 except BaseException as error:
+                    # What a drain cancels ends here: the task goes on to send the answer.
                     if not in_work.drained or not _is_cancelled(error):
                         raise
                     answer = refusal_response(_stopping())

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import islice
 from typing import Final
 
 import trio
 
+from gymtrio.episodes.signal import Signal
 from gymtrio.limits import CLEANUP_S_MAX, WAKE_SLICE_TASKS
 
 DRAIN_S: Final = CLEANUP_S_MAX + 1.0
@@ -27,7 +27,7 @@ class InWork:
 
     def __init__(self) -> None:
         self._scopes: dict[trio.CancelScope, None] = {}
-        self._none = trio.Event()
+        self._none = Signal()
         self.drained = False
         """What would begin now is refused."""
 
@@ -49,7 +49,7 @@ class InWork:
     def leave(self, scope: trio.CancelScope) -> None:
         del self._scopes[scope]
         if not self._scopes:
-            self._none.set()
+            self._none.notify()
 
     async def drain(self) -> None:
         """Cancel all of it, now and from now on; wait until it has ended, for `DRAIN_S` at most.
@@ -60,12 +60,10 @@ class InWork:
         """
         self.drained = True
         due = list(self._scopes)
-        while due:
-            for scope in islice(due, WAKE_SLICE_TASKS):
+        for begin in range(0, len(due), WAKE_SLICE_TASKS):
+            for scope in due[begin : begin + WAKE_SLICE_TASKS]:
                 scope.cancel()
-            due = due[WAKE_SLICE_TASKS:]
             await trio.lowlevel.checkpoint()
         with trio.move_on_after(DRAIN_S):
             while self._scopes:
-                self._none = trio.Event()
                 await self._none.wait()

@@ -54,6 +54,11 @@ class Exchange(Protocol):
         """What the head said of the body; None: nothing."""
         ...
 
+    @property
+    def scope(self) -> trio.CancelScope | None:
+        """What its task runs in, where an answer leaves also when that is cancelled; else None."""
+        ...
+
     def body_at_hand(self) -> bytes | None:
         """The whole body, if it has come already; then `receive_some` gives nothing more."""
         ...

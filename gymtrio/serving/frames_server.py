@@ -128,6 +128,8 @@ async def serve_call(app: AsgiApp, call: IncomingCall) -> None:
         pass
     except Exception:  # noqa: BLE001 - the edge: an application's fault ends its own request
         _log.exception("error in the application, %s %s", exchange.method, exchange.path)
+        if call.is_answered:
+            return
         if exchange.begun:
             call.fail(500, BROKEN_OFF, "the answer ended early; see the server's log")
         else:

@@ -36,7 +36,7 @@ from gymtrio.serving.client import (
     Outgoing,
     WholeReply,
 )
-from gymtrio.serving.deployment import TCP_SCHEME
+from gymtrio.serving.deployment import TCP_SCHEME, parse_bind
 from gymtrio.serving.frames_head import BROKEN_OFF, KIND, decode_reply, encode_request
 from gymtrio.serving.http import JSON_CONTENT_TYPE, Headers, dump_json
 from gymtrio.serving.pool import Pool, PoolStatistics
@@ -178,13 +178,13 @@ class _Taken:
         Raises:
             _NobodyThere: none can be connected to.
         """
-        tried: set[int] = set()
+        tried: set[_Line] = set()
         while True:
             try:
                 return await self._line.channel()
             except _NobodyThere:
-                tried.add(id(self._line))
-                others = [line for line in self._lines if id(line) not in tried]
+                tried.add(self._line)
+                others = [line for line in self._lines if line not in tried]
                 if not others:
                     raise
                 self.release()
@@ -229,6 +229,9 @@ class FramesTransport:
             opening.settle(None, str(error))
         except trio.TooSlowError:
             opening.settle(None, f"not within {self._settings.connect_timeout_s} s")
+        finally:
+            # Whoever waits for it still is told, should this task be cancelled.
+            opening.settle(None, "the transport ended")
 
     def statistics(self, lane: Lane | None = None) -> PoolStatistics:
         """Count what is held, in one lane or in all; a call over frames never waits for a place."""
@@ -301,28 +304,28 @@ class FramesTransport:
         try:
             async with AsyncExitStack() as stack:
                 line = stack.enter_context(lines.taken())
+                entered: Incoming
                 try:
-                    entered = await _entered(line, origin, outgoing, lane)
+                    entered = await _entered(stack, line, origin, outgoing, lane)
                 except _NobodyThere:
                     if not lines.several:
                         raise
                     over_http = self._http.exchange(origin, outgoing, lane)
-                    yield await stack.enter_async_context(over_http)
-                else:
-                    stack.push_async_callback(entered.leave)
-                    yield entered
+                    entered = await stack.enter_async_context(over_http)
+                yield entered
         finally:
             self._calls[lane] -= 1
 
 
 async def _entered(
-    line: _Taken, origin: Origin, outgoing: Outgoing, lane: Lane
+    stack: AsyncExitStack, line: _Taken, origin: Origin, outgoing: Outgoing, lane: Lane
 ) -> _Reply | _Refused:
     head = encode_request(outgoing.method, outgoing.target, outgoing.headers)
 
     async def enter(channel: Channel) -> OpenCall:
         control = lane is Lane.CONTROL
-        return await channel.exchange(KIND, head, outgoing.body, control=control).__aenter__()
+        call = channel.exchange(KIND, head, outgoing.body, control=control)
+        return await stack.enter_async_context(call)
 
     try:
         try:
@@ -333,11 +336,7 @@ async def _entered(
             call = await enter(await line.channel())
     except ChannelRefused as refused:
         return _Refused(refused)
-    try:
-        return _Reply(origin, call)
-    except TransportError:
-        await call.__aexit__(None, None, None)
-        raise
+    return _Reply(origin, call)
 
 
 async def _by(deadline: float, connected: Callable[[], Awaitable[Channel]]) -> Channel:
@@ -354,8 +353,8 @@ async def connect(address: str) -> trio.SocketStream:
         HostError: see `gymtrio.wire.unix.connect_unix`.
     """
     if address.startswith(TCP_SCHEME):
-        host, _, port = address.removeprefix(TCP_SCHEME).rpartition(":")
-        return await connect_tcp(host.removeprefix("[").removesuffix("]"), int(port))
+        bind = parse_bind(address.removeprefix(TCP_SCHEME))
+        return await connect_tcp(bind.host, bind.port)
     return await connect_unix(address)
 
 
@@ -387,10 +386,6 @@ class _Reply:
         except ChannelRefused as refused:
             raise _cut_short(refused) from refused
 
-    async def leave(self) -> None:
-        """Nothing more of it is wanted."""
-        await self._call.__aexit__(None, None, None)
-
 
 class _Refused:
     """What the callee's side of the channel answered in place of the application."""
@@ -404,9 +399,6 @@ class _Refused:
         await trio.lowlevel.checkpoint()
         body, self._body = self._body, b""
         return body
-
-    async def leave(self) -> None:
-        pass
 
 
 @asynccontextmanager

@@ -18,8 +18,8 @@ from quart_trio import QuartTrio
 from gymtrio.background import open_background
 from gymtrio.checkpoint.directory_archive import DirectoryArchive
 from gymtrio.checkpoint.routes import serving_blueprint
-from gymtrio.errors import CoordinatorUnavailable, HostError, PeerRefused, TransportError
-from gymtrio.participants.policy.link import WORKER_ROLE, refusal_of
+from gymtrio.errors import HostError, TransportError
+from gymtrio.participants.policy.link import WORKER_ROLE, request
 from gymtrio.participants.policy.worker import PolicyWorker
 from gymtrio.serving.host import S, ServiceHost
 from gymtrio.serving.ledger_route import add_ledger_route
@@ -115,10 +115,4 @@ async def forward_control(worker: PolicyWorker, operation: str, body: bytes) -> 
     Raises:
         CoordinatorUnavailable: it cannot be reached. Refusal: what it answered.
     """
-    try:
-        head = operation.encode()
-        return (await worker.link.channel.request("control", body, head=head, control=True)).body
-    except PeerRefused as error:
-        raise refusal_of(error) from error
-    except TransportError as error:
-        raise CoordinatorUnavailable(str(error)) from error
+    return await request(worker.link.channel, "control", body, head=operation.encode())

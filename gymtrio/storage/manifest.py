@@ -227,8 +227,8 @@ def _first_contradiction(manifest: Manifest) -> str | None:
 
 def _first_wrong_section(manifest: Manifest) -> str | None:
     with_section = [part.section for part in manifest.parts if part.section is not None]
-    wanted = len(manifest.parts) if manifest.schema_version == _WITH_SECTIONS else 0
-    if len(with_section) != wanted or (not wanted and manifest.schema_version == _WITH_SECTIONS):
+    version = _WITH_SECTIONS if with_section else _WITHOUT_SECTIONS
+    if version != manifest.schema_version or len(with_section) not in (0, len(manifest.parts)):
         return (
             f"schema_version {manifest.schema_version}: "
             f"{len(with_section)} of {len(manifest.parts)} parts have a section"

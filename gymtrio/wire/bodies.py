@@ -26,11 +26,6 @@ class BodyReader:
         self._failure: GymtrioError | None = None
         self._arrived: trio.Event | None = None
 
-    @property
-    def is_whole(self) -> bool:
-        """The last of it has come, though it may not have been read."""
-        return self._is_whole
-
     def feed(self, chunk: bytes, is_last: bool) -> None:
         if chunk:
             self._chunks.append(chunk)

@@ -38,12 +38,22 @@ class Waiting(Protocol):
 class WholeCall:
     """A task that waits for a whole reply."""
 
-    __slots__ = ("_body", "_call_id", "_channel", "_head", "_on_reply", "_size_bytes", "_task")
+    __slots__ = (
+        "_body",
+        "_call_id",
+        "_channel",
+        "_head",
+        "_kind",
+        "_on_reply",
+        "_size_bytes",
+        "_task",
+    )
 
-    def __init__(self, channel: Channel, call_id: int, on_reply: OnReply | None) -> None:
+    def __init__(self, channel: Channel, call_id: int, kind: str, on_reply: OnReply | None) -> None:
         self._on_reply = on_reply
         self._channel = channel
         self._call_id = call_id
+        self._kind = kind
         self._task = trio.lowlevel.current_task()
         self._head = b""
         self._body: list[bytes] = []
@@ -88,7 +98,7 @@ class WholeCall:
     def overdue(self) -> None:
         """Its deadline has passed."""
         self._channel.leave(self._call_id)
-        self.failed(CallTimedOut(f"{self._channel.peer.name}: no answer by the deadline"))
+        self.failed(_timed_out(self._channel, self._kind))
 
     def _abort(self, raise_cancel: Any) -> trio.lowlevel.Abort:
         self._channel.leave(self._call_id)
@@ -105,20 +115,24 @@ async def ask(
     on_reply: OnReply | None,
 ) -> WholeReply:
     """See `Channel.request`."""
+    call_id: int | None = None
     if deadline is None or (deadline > trio.current_time() and not channel.dialogue.is_congested):
         # The call is queued without waiting, so that only the wait for its reply need be timed.
         call_id = await channel.start_call(kind, head, body, control, deadline)
-        call = WholeCall(channel, call_id, on_reply)
-        channel.own(call_id, call)
-        if deadline is not None:
-            channel.deadlines.add(deadline, call_id, call.overdue)
-        return await call.wait()
-    with trio.CancelScope(deadline=deadline):
-        call_id = await channel.start_call(kind, head, body, control, deadline)
-        call = WholeCall(channel, call_id, on_reply)
-        channel.own(call_id, call)
-        return await call.wait()
-    raise CallTimedOut(f"{channel.peer.name}: no answer to {kind} by the deadline")
+    else:
+        with trio.CancelScope(deadline=deadline):
+            call_id = await channel.start_call(kind, head, body, control, deadline)
+    if call_id is None:
+        raise _timed_out(channel, kind)
+    call = WholeCall(channel, call_id, kind, on_reply)
+    channel.own(call_id, call)
+    if deadline is not None:
+        channel.deadlines.add(deadline, call_id, call.overdue)
+    return await call.wait()
+
+
+def _timed_out(channel: Channel, kind: str) -> CallTimedOut:
+    return CallTimedOut(f"{channel.peer.name}: no answer to {kind} by the deadline")
 
 
 class OpenCall:

@@ -24,7 +24,8 @@ PlainItem: TypeAlias = "None | bool | int | float | str | bytes | Sequence[Plain
 
 _PLAIN: Final = frozenset({type(None), bool, int, float, str, bytes})
 _PACKER: Final[Any] = msgpack.Packer()
-"""Kept, because making one takes longer than packing a short list."""
+"""Of the lists of a channel; kept, because making one takes longer than packing a short list. It keeps
+a buffer of the largest that it ever packed, and belongs to the thread of the loop."""
 
 
 def pack(message: object) -> bytes:
@@ -35,7 +36,7 @@ def pack(message: object) -> bytes:
             into a closed message.
     """
     try:
-        packed: bytes = _PACKER.pack(unstructure(message))
+        packed: bytes = msgpack.packb(unstructure(message))
     except (OverflowError, ValueError, TypeError) as error:
         raise MalformedValue("", f"cannot be packed: {error}") from None
     return packed
@@ -60,12 +61,7 @@ def unpack_list(data: bytes) -> list[object]:
     Raises:
         MalformedValue: not msgpack, an extension type, too deep, or not a list.
     """
-    try:
-        value: object = msgpack.unpackb(data, ext_hook=_refuse_extension)
-    except GymtrioError:
-        raise
-    except (ValueError, OverflowError, msgpack.exceptions.UnpackException) as error:
-        raise MalformedValue("", f"not a message: {type(error).__name__}") from None
+    value = _unpacked(data)
     if type(value) is not list:
         raise MalformedValue("", f"expected a list, got {describe(value)}")
     return value
@@ -86,19 +82,19 @@ def unpack_plain(data: bytes) -> object:
     Raises:
         MalformedValue: see `unpack`.
     """
+    value = _unpacked(data)
+    _check_plain(value)
+    return value
+
+
+def _unpacked(data: bytes) -> object:
     try:
-        value: object = msgpack.unpackb(
-            data,
-            raw=False,
-            strict_map_key=True,
-            ext_hook=_refuse_extension,
-        )
+        value: object = msgpack.unpackb(data, ext_hook=_refuse_extension)
     except GymtrioError:
         raise
     except (ValueError, OverflowError, msgpack.exceptions.UnpackException) as error:
         # Covers truncation, trailing bytes, nesting beyond msgpack's own stack, bad UTF-8.
         raise MalformedValue("", f"not a message: {type(error).__name__}") from None
-    _check_plain(value)
     return value
 
 

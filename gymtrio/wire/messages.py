@@ -240,19 +240,16 @@ def decode_call(payload: bytes) -> Call:
     Raises:
         MalformedValue: not such an array, an item of another type or out of range.
     """
-    items = unpack_list(payload)
-    if len(items) == 5:
-        call_id, kind, head, body, timeout_ms = items
-        if (
-            type(call_id) is int
-            and 0 <= call_id <= COUNT_MAX
-            and type(kind) is str
-            and 0 < len(kind) <= KIND_CHARACTERS_MAX
-            and type(head) is bytes
-            and (body is None or type(body) is bytes)
-            and (timeout_ms is None or (type(timeout_ms) is int and 0 <= timeout_ms <= COUNT_MAX))
-        ):
-            return Call(call_id, kind, head, body, timeout_ms)
+    items = _counted("call", payload, 5)
+    call_id, kind, head, body, timeout_ms = items
+    if (
+        type(kind) is str
+        and 0 < len(kind) <= KIND_CHARACTERS_MAX
+        and type(head) is bytes
+        and (body is None or type(body) is bytes)
+        and (timeout_ms is None or (type(timeout_ms) is int and 0 <= timeout_ms <= COUNT_MAX))
+    ):
+        return Call(call_id, kind, head, body, timeout_ms)
     raise _malformed("call", items)
 
 
@@ -261,16 +258,10 @@ def decode_reply(payload: bytes) -> Reply:
     Raises:
         MalformedValue: see `decode_call`.
     """
-    items = unpack_list(payload)
-    if len(items) == 3:
-        call_id, head, body = items
-        if (
-            type(call_id) is int
-            and 0 <= call_id <= COUNT_MAX
-            and type(head) is bytes
-            and (body is None or type(body) is bytes)
-        ):
-            return Reply(call_id, head, body)
+    items = _counted("reply", payload, 3)
+    call_id, head, body = items
+    if type(head) is bytes and (body is None or type(body) is bytes):
+        return Reply(call_id, head, body)
     raise _malformed("reply", items)
 
 
@@ -279,18 +270,15 @@ def decode_error(payload: bytes) -> Error:
     Raises:
         MalformedValue: see `decode_call`.
     """
-    items = unpack_list(payload)
-    if len(items) == 4:
-        call_id, status, code, detail = items
-        if (
-            type(call_id) is int
-            and 0 <= call_id <= COUNT_MAX
-            and type(status) is int
-            and 400 <= status <= 599
-            and _is_text(code, CODE_CHARACTERS_MAX)
-            and _is_text(detail, DETAIL_CHARACTERS_MAX)
-        ):
-            return Error(call_id, status, code, detail)
+    items = _counted("error", payload, 4)
+    call_id, status, code, detail = items
+    if (
+        type(status) is int
+        and 400 <= status <= 599
+        and _is_text(code, CODE_CHARACTERS_MAX)
+        and _is_text(detail, DETAIL_CHARACTERS_MAX)
+    ):
+        return Error(call_id, status, code, detail)
     raise _malformed("error", items)
 
 
@@ -299,17 +287,10 @@ def decode_data(payload: bytes) -> Data:
     Raises:
         MalformedValue: see `decode_call`.
     """
-    items = unpack_list(payload)
-    if len(items) == 3:
-        call_id, is_last, chunk = items
-        if (
-            type(call_id) is int
-            and 0 <= call_id <= COUNT_MAX
-            and type(is_last) is bool
-            and type(chunk) is bytes
-            and (chunk or is_last)
-        ):
-            return Data(call_id, is_last, chunk)
+    items = _counted("data", payload, 3)
+    call_id, is_last, chunk = items
+    if type(is_last) is bool and type(chunk) is bytes and (chunk or is_last):
+        return Data(call_id, is_last, chunk)
     raise _malformed("data", items)
 
 
@@ -318,16 +299,10 @@ def decode_credit(payload: bytes) -> Credit:
     Raises:
         MalformedValue: see `decode_call`.
     """
-    items = unpack_list(payload)
-    if len(items) == 2:
-        call_id, size_bytes = items
-        if (
-            type(call_id) is int
-            and 0 <= call_id <= COUNT_MAX
-            and type(size_bytes) is int
-            and 0 < size_bytes <= COUNT_MAX
-        ):
-            return Credit(call_id, size_bytes)
+    items = _counted("credit", payload, 2)
+    call_id, size_bytes = items
+    if type(size_bytes) is int and 0 < size_bytes <= COUNT_MAX:
+        return Credit(call_id, size_bytes)
     raise _malformed("credit", items)
 
 
@@ -336,7 +311,7 @@ def decode_cancel(payload: bytes) -> Cancel:
     Raises:
         MalformedValue: see `decode_call`.
     """
-    return Cancel(_one_count("cancel", payload))
+    return Cancel(*_counted("cancel", payload, 1))
 
 
 def decode_ping(payload: bytes) -> Ping:
@@ -345,7 +320,7 @@ def decode_ping(payload: bytes) -> Ping:
     Raises:
         MalformedValue: see `decode_call`.
     """
-    return Ping(_one_count("ping", payload))
+    return Ping(*_counted("ping", payload, 1))
 
 
 def decode_post(payload: bytes) -> Post:
@@ -375,11 +350,7 @@ def decode_goodbye(payload: bytes) -> Goodbye:
 
 
 def _known_fields(cls: type[M], payload: bytes) -> M:
-    plain = unpack_plain(payload)
-    try:
-        return structure(cls, _without_unknown(cls, plain))
-    except MalformedValue as error:
-        raise MalformedValue(error.path, error.why) from None
+    return structure(cls, _without_unknown(cls, unpack_plain(payload)))
 
 
 def _without_unknown(cls: Any, plain: object) -> object:
@@ -394,10 +365,11 @@ def _without_unknown(cls: Any, plain: object) -> object:
     }
 
 
-def _one_count(name: str, payload: bytes) -> int:
+def _counted(name: str, payload: bytes, length: int) -> list[Any]:
+    """So many items, the first of them an id or another count; the rest is not looked at."""
     items = unpack_list(payload)
-    if len(items) == 1 and type(items[0]) is int and 0 <= items[0] <= COUNT_MAX:
-        return items[0]
+    if len(items) == length and type(items[0]) is int and 0 <= items[0] <= COUNT_MAX:
+        return items
     raise _malformed(name, items)
 
 

@@ -40,7 +40,7 @@ async def open_tcp_listener(host: str, port: int) -> AsyncIterator[trio.SocketLi
     first, *others = listeners
     try:
         for other in others:
-            await other.aclose()
+            other.socket.close()
         yield first
     finally:
         await trio.aclose_forcefully(first)
@@ -68,7 +68,6 @@ async def connect_tcp(host: str, port: int) -> trio.SocketStream:
 
 
 def tune(stream: trio.SocketStream) -> None:
-    """Send at once, and notice a host that is gone; trio has set the first for its own streams."""
-    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    """Notice a host that is gone. That it sends at once, trio has seen to."""
     stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEP_ALIVE_IDLE_S)

@@ -197,15 +197,12 @@ def _bind(path: Path) -> socket.socket:
     try:
         hidden.unlink(missing_ok=True)
         bound.bind(os.fsencode(hidden))
-        try:
-            hidden.chmod(_SOCKET_MODE)
-            bound.listen(BACKLOG)
-            # Replaces what a dead process left: the lock says that it is dead.
-            hidden.rename(path)
-        except BaseException:
-            hidden.unlink(missing_ok=True)
-            raise
+        hidden.chmod(_SOCKET_MODE)
+        bound.listen(BACKLOG)
+        # Replaces what a dead process left: the lock says that it is dead.
+        hidden.rename(path)
     except BaseException:
         bound.close()
+        hidden.unlink(missing_ok=True)
         raise
     return bound

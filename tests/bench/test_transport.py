@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
+from trio.testing import MockClock
 
 from bench import ours, transport
-from bench.load import Job, Parked, Throughput
+from bench.load import Caller, Crowd, Job, Parked, Throughput
 from bench.transport import Line, compare
+from gymtrio.errors import TransportError
 from gymtrio.serving.deployment import Deployment, ServerEntry
 from gymtrio.serving.supervisor import open_deployment
 from gymtrio.wire.control import Kind
@@ -57,6 +60,45 @@ async def test_our_client_does_its_job(parks: bool, tmp_path: Path) -> None:
             assert isinstance(found, Parked if parks else Throughput)
             assert found.calls > 0
             assert found.errors == 0
+
+
+class RefusesSome(Caller):
+    """The client of a server that parks every second call and refuses the others."""
+
+    def __init__(self) -> None:
+        self._parked = trio.lowlevel.ParkingLot()
+        self._came = 0
+
+    async def call(self, method: str, path: str, body: Any = None) -> Any:
+        await trio.lowlevel.checkpoint()
+        if path == "/costs":
+            parked = float(len(self._parked))
+            return {"parked": parked, "held_s": 0.0, "cpu_s": 0.0, "resident_bytes": 0.0}
+        if path == "/release":
+            self._parked.unpark_all()
+        elif path == "/park":
+            self._came += 1
+            if self._came % 2:
+                raise TransportError("refused")
+            await self._parked.park()
+        return body
+
+    async def raw(self) -> bool:
+        raise AssertionError
+
+
+async def test_what_failed_of_a_crowd_stays_counted(autojump_clock: MockClock) -> None:
+    """A reply that comes later takes no error back."""
+    crowd = Crowd(
+        RefusesSome(), 6, sleep=trio.sleep, held_s=lambda: 0.0, failures=(TransportError,)
+    )
+    await crowd.begin()
+    async with trio.open_nursery() as nursery:
+        for _ in range(6):
+            nursery.start_soon(crowd.park)
+        await crowd.release()
+    await crowd.end()
+    assert (crowd.told.calls, crowd.told.errors) == (3, 3)
 
 
 def test_what_was_measured_is_written(capsys: pytest.CaptureFixture[str]) -> None:

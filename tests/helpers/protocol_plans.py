@@ -164,7 +164,7 @@ def in_turn(*actions: st.SearchStrategy[Any]) -> Moves:
     return st.tuples(*steps).map(list)
 
 
-ACTIONS: Final = st.one_of(
+TOGETHER: Final = st.one_of(
     asks(*OPERATIONS),
     asks(*OPERATIONS),
     asks(*OPERATIONS),
@@ -176,11 +176,13 @@ ACTIONS: Final = st.one_of(
     st.builds(Shut, st.sampled_from(DOORS)),
     st.builds(LetGo, st.sampled_from(DOORS)),
     st.builds(Fail, st.sampled_from((None, "close", "settle", "export", "install", "release"))),
-    st.builds(Jump, st.sampled_from((-86_400.0, -10.0, 10.0, 86_400.0))),
     st.builds(Break, st.sampled_from((None, "full", "refused"))),
 )
-ALONE: Final[Moves] = in_turn(ACTIONS)
-AT_ONCE: Final[Moves] = st.tuples(PAUSES, st.lists(ACTIONS, min_size=2, max_size=3)).map(
+JUMPS: Final = st.builds(Jump, st.sampled_from((-86_400.0, -10.0, 10.0, 86_400.0)))
+"""In the moment of a call, nothing seen would tell by which clock its deadline was read."""
+
+ALONE: Final[Moves] = in_turn(st.integers(0, 12).flatmap(lambda n: TOGETHER if n else JUMPS))
+AT_ONCE: Final[Moves] = st.tuples(PAUSES, st.lists(TOGETHER, min_size=2, max_size=3)).map(
     lambda step: [step]
 )
 ALL_DOORS: Final[list[Step]] = [(0, [LetGo(door)]) for door in DOORS]

@@ -14,6 +14,7 @@ from gymtrio.serving.connection import Connection, HttpLimits, Shared
 from gymtrio.serving.deployment import Bind
 from gymtrio.serving.http import Request, Response, json_response
 from tests.helpers.serving import make_app, serve_on_sockets
+from tests.serving.raw_peers import everything, one_reply
 
 GET = b"GET /x HTTP/1.1\r\nhost: a\r\n\r\n"
 
@@ -72,30 +73,6 @@ class Parked:
 
 async def connect(bind: Bind) -> trio.SocketStream:
     return await trio.open_tcp_stream(bind.host, bind.port)
-
-
-async def everything(stream: trio.SocketStream) -> bytes:
-    received = b""
-    try:
-        while data := await stream.receive_some():
-            received += data
-    except trio.BrokenResourceError:
-        pass
-    return received
-
-
-async def one_reply(stream: trio.SocketStream) -> tuple[int, dict[str, str], bytes]:
-    received = b""
-    while b"\r\n\r\n" not in received:
-        data = await stream.receive_some()
-        assert data, received
-        received += data
-    head, _, body = received.partition(b"\r\n\r\n")
-    lines = head.decode().split("\r\n")
-    headers = dict(line.lower().split(": ", 1) for line in lines[1:])
-    while len(body) < int(headers["content-length"]):
-        body += await stream.receive_some()
-    return int(lines[0].split()[1]), headers, body
 
 
 async def hurl(bind: Bind, data: bytes) -> bytes:

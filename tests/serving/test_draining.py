@@ -194,6 +194,28 @@ async def test_work_is_ended_in_slices_and_waited_for(autojump_clock: MockClock)
         await in_work.drain()
 
 
+async def test_all_who_drain_hear_of_the_end(autojump_clock: MockClock) -> None:
+    """SRV-2: who hears of it late keeps the server until `DRAIN_S`."""
+    in_work = InWork()
+
+    async def work() -> None:
+        scope = in_work.enter()
+        try:
+            with scope:
+                await trio.sleep_forever()
+            with trio.CancelScope(shield=True):
+                await trio.sleep(5)
+        finally:
+            in_work.leave(scope)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(work)
+        await wait_all_tasks_blocked()
+        nursery.start_soon(in_work.drain)
+        nursery.start_soon(in_work.drain)
+    assert trio.current_time() == 5
+
+
 async def test_work_begun_while_draining_is_ended_too() -> None:
     in_work = InWork()
     await in_work.drain()

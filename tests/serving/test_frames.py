@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -17,11 +18,11 @@ import trio
 from hypercorn.config import Config
 
 from gymtrio.background import open_background
-from gymtrio.context import AsgiApp
+from gymtrio.context import AsgiApp, Receive, Scope, Send
 from gymtrio.errors import TransportError
 from gymtrio.serving import frames_transport
 from gymtrio.serving.app import open_asgi
-from gymtrio.serving.client import ServerClient, peer_of_url
+from gymtrio.serving.client import Lane, Outgoing, ServerClient, peer_of_url
 from gymtrio.serving.deployment import (
     DEPLOYMENT_VARIABLE,
     Deployment,
@@ -291,6 +292,44 @@ async def test_an_answer_to_head_has_no_body(path: Path) -> None:
     async with serving({("HEAD", "/x"): echo}, path) as (client, _, _, _):
         reply = await client.request("peer", "HEAD", "/x")
         assert (reply.status, reply.body) == (200, b"")
+
+
+async def test_an_application_that_fails_after_its_answer_is_logged_once(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SRV-1: its answer stands, and nothing is wrong with the call."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x"})
+        raise RuntimeError("late")
+
+    async with open_background() as nursery:
+        await nursery.start(Served(app, path).run)
+        stream = await connect_unix(path)
+        async with open_channel(stream, role="opener", me=CALLER) as channel:
+            whole = await channel.request("http", b"", head=encode_request("GET", "/x", ()))
+            assert whole.body == b"x"
+            await trio.testing.wait_all_tasks_blocked()
+    assert [record.message for record in caplog.records] == ["error in the application, GET /x"]
+
+
+async def test_who_waits_for_a_connection_is_told_that_the_transport_ends(path: Path) -> None:
+    outgoing = Outgoing("GET", "/x", (), b"", repeatable=True)
+    told: list[str] = []
+
+    async with open_background() as nursery, open_unix_listener(path), open_pool() as pool:
+        async with open_frames({ORIGIN: [str(path)]}, pool, me=CALLER) as frames:
+
+            async def call() -> None:
+                with pytest.raises(TransportError) as caught:
+                    await frames.request(ORIGIN, outgoing, Lane.DATA, math.inf)
+                told.append(str(caught.value))
+
+            nursery.start_soon(call)
+            await trio.testing.wait_all_tasks_blocked()
+        await trio.testing.wait_all_tasks_blocked()
+    assert told == [f"{ORIGIN}: cannot connect: the transport ended"]
 
 
 async def test_what_is_no_request_is_refused(path: Path) -> None:

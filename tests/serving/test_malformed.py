@@ -35,6 +35,7 @@ from tests.helpers.malformed import (
     mutant,
 )
 from tests.helpers.serving import LOOPBACK, client_of, serve_on_sockets
+from tests.serving.raw_peers import everything, one_answer
 
 AT_ONCE: Final = 32
 STOPS_WITHIN_S: Final = 30
@@ -63,16 +64,6 @@ async def send(stream: trio.SocketStream, attack: Iterable[bytes], ending: Endin
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
 
 
-async def received(stream: trio.SocketStream) -> bytes:
-    data = b""
-    try:
-        while part := await stream.receive_some():
-            data += part
-    except trio.BrokenResourceError:
-        pass
-    return data
-
-
 async def attack_with(bind: Bind, segments: Iterable[bytes], ending: Ending) -> bytes:
     """Be that peer; what it was told."""
     stream = await trio.open_tcp_stream(bind.host, bind.port)
@@ -82,24 +73,8 @@ async def attack_with(bind: Bind, segments: Iterable[bytes], ending: Ending) -> 
             if ending is Ending.ASK:
                 return await one_answer(stream)
             if ending in (Ending.HALF_CLOSE, Ending.STAY):
-                return await received(stream)
+                return await everything(stream)
     return b""
-
-
-async def one_answer(stream: trio.SocketStream) -> bytes:
-    data = b""
-    while b"\r\n\r\n" not in data:
-        part = await stream.receive_some()
-        assert part, data
-        data += part
-    head, _, body = data.partition(b"\r\n\r\n")
-    length = next(line for line in head.lower().split(b"\r\n") if b"content-length" in line)
-    while len(body) < int(length.partition(b":")[2]):
-        part = await stream.receive_some()
-        assert part, data
-        body += part
-        data += part
-    return data
 
 
 def answers(data: bytes) -> list[int]:

@@ -192,7 +192,9 @@ async def test_a_process_whose_loop_does_not_go_on_ends_all_the_same() -> None:
 async def line_of(stream: trio.abc.ReceiveStream) -> bytes:
     line = b""
     while not line.endswith(b"\n"):
-        line += await stream.receive_some(1)
+        data = await stream.receive_some(1)
+        assert data, line
+        line += data
     return line
 
 

@@ -73,7 +73,7 @@ async def test_a_deadline_ends_the_call_on_both_sides(
             cancelled_at.append(trio.current_time())
 
     async with open_pair(handler) as (channel, _):
-        with pytest.raises(CallTimedOut):
+        with pytest.raises(CallTimedOut, match="no answer to park by the deadline"):
             await channel.request("park", deadline=3.0)
         await trio.testing.wait_all_tasks_blocked()
         assert cancelled_at == [3.0]
@@ -420,6 +420,42 @@ async def test_calls_that_wait_for_room_go_on_when_the_peer_reads_again() -> Non
             assert channel.dialogue.open_calls == 0
             held.let_go()
         assert answered == 20
+
+
+async def test_a_deadline_also_holds_for_a_call_that_waits_for_room(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """SRV-3: before it could be sent, and after."""
+    near, far = trio.testing.lockstep_stream_pair()
+    held = HeldStream(far)
+    limits = ChannelLimits(outgoing_bytes_max=100_000)
+    asked: list[float] = []
+    ended: list[tuple[float, str]] = []
+
+    async def park(call: IncomingCall) -> None:
+        asked.append(trio.current_time())
+        await trio.sleep_forever()
+
+    async def call(channel: Channel, deadline: float) -> None:
+        with pytest.raises(CallTimedOut) as caught:
+            await channel.request("park", deadline=deadline)
+        ended.append((trio.current_time(), str(caught.value)))
+
+    async with open_pair(park, limits=limits, streams=(near, held)) as (channel, _):
+        held.hold()
+        async with trio.open_nursery() as nursery:
+            for _ in range(5):
+                with pytest.raises(ChannelFull):
+                    for _ in range(1000):
+                        channel.post("p", b"x" * 1000)
+                await trio.testing.wait_all_tasks_blocked()
+            nursery.start_soon(call, channel, 1.0)
+            nursery.start_soon(call, channel, 3.0)
+            await trio.sleep(2)
+            held.let_go()
+        why = f"{channel.peer.name}: no answer to park by the deadline"
+        assert ended == [(1.0, why), (3.0, why)]
+        assert asked == [2.0]
 
 
 async def test_a_peer_that_makes_us_queue_and_does_not_read_is_given_up() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import tracemalloc
+
 import attrs
 import msgpack
 import pytest
@@ -29,6 +31,17 @@ class Plain:
 def test_a_closed_message_comes_back(text: str, number: int, data: bytes) -> None:
     note = Note(text, number, data, {"a": [1, None, 2.5]})
     assert unpack(Note, pack(note)) == note
+
+
+def test_nothing_is_kept_of_a_large_message() -> None:
+    """Memory follows what is being packed, not the largest message that ever was."""
+    tracemalloc.start()
+    try:
+        pack(Note("x", data=bytes(2**23)))
+        kept_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept_bytes < 2**20
 
 
 @given(st.binary(max_size=200))

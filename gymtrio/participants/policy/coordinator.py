@@ -92,8 +92,8 @@ class CoordinatedPolicy(BookedParticipant):
         self._workers: dict[str, Worker] = {}
         self._any_left = False
         """A worker that had joined is gone; since the start."""
-        self._lost = 0
-        """Workers that were lost since the close."""
+        self._any_lost = False
+        """A worker was lost since the close, and what it had is not known."""
         self._unknown: dict[EpisodeId, float] = {}
         """Episodes that had calls at a lost worker, and since when."""
         self._engine: EngineDescription | None = None
@@ -137,7 +137,7 @@ class CoordinatedPolicy(BookedParticipant):
         lost = self.books.lose(worker)
         LOG.warning("worker %s is lost, with calls of %d episodes", worker.name, len(lost))
         if self.admission.closed:
-            self._lost += 1
+            self._any_lost = True
             now = trio.current_time()
             self._unknown |= dict.fromkeys(lost, now)
         self.on_left(worker.channel.peer)
@@ -155,7 +155,6 @@ class CoordinatedPolicy(BookedParticipant):
         Raises:
             ChannelLost: there was no handshake.
         """
-        joined: list[Worker] = []
 
         async def handle(call: IncomingCall) -> None:
             if call.kind == "control":
@@ -172,13 +171,12 @@ class CoordinatedPolicy(BookedParticipant):
             me=me,
             limits=LINK_LIMITS,
             handler=handle,
-            inline=lambda call: self._answer(joined[0], call),
-            posted=lambda kind, body: self._take_post(kind, body),
+            inline=lambda call: self._answer(worker, call),
+            posted=self._take_post,
             uid=uid,
         ) as channel:
             # Nothing of the peer is looked at before the first wait.
             worker = self._join(channel)
-            joined.append(worker)
             try:
                 with worker.scope:
                     await channel.closed.wait()
@@ -236,7 +234,7 @@ class CoordinatedPolicy(BookedParticipant):
             self.books.end(ended.call_id, sent=ended.sent)
 
     def _take_report(self, worker: Worker, report: WorkerReport) -> None:
-        if report.generation != self.generation or self._workers.get(worker.name) is not worker:
+        if report.generation != self.generation or not self.admission.closed:
             return
         if worker.report is None or report.seq > worker.report.seq:
             worker.report = report
@@ -256,7 +254,7 @@ class CoordinatedPolicy(BookedParticipant):
         self.publish_state()
 
     def _forget_round(self) -> None:
-        self._lost = 0
+        self._any_lost = False
         self._unknown = {}
         for worker in self._workers.values():
             worker.report = worker.settled = None
@@ -268,7 +266,7 @@ class CoordinatedPolicy(BookedParticipant):
 
     def ready(self) -> bool:
         return not (
-            self._lost
+            self._any_lost
             or self._unreported
             or any(worker.blocking for worker in self._workers.values())
         )
@@ -281,7 +279,7 @@ class CoordinatedPolicy(BookedParticipant):
         named: list[str] = []
         if closed and self._unreported:
             named.append(f"{self.instance}-workers-unreported:{self._unreported}")
-        if self._lost:
+        if self._any_lost:
             named.append(f"{self.instance}-worker-lost")
         details = tuple(islice(self._details(reports), BLOCKERS_LISTED_MAX - len(named)))
         inflight = sum(report.inflight for report in reports) if closed else len(self.books)
@@ -401,7 +399,7 @@ class CoordinatedPolicy(BookedParticipant):
             if episode_id.attempt <= retired.attempt:
                 del self._unknown[episode_id]
         if not self._unknown:
-            self._lost = 0
+            self._any_lost = False
         self.changed.notify()
 
     def still_running(self, rollout_ids: Sequence[RolloutId]) -> list[EpisodeId]:

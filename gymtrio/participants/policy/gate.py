@@ -223,7 +223,7 @@ class PolicyGate:
         self.admission.open()
 
     def report(self) -> Report:
-        details = self.tickets.blockers() if self.tickets.blocking else ()
+        details = self.tickets.blockers()
         cuts = self._round
         held = len(self.tickets) - self.tickets.leaving if self.admission.closed else 0
         return Report(

@@ -39,7 +39,6 @@ from gymtrio.errors import (
     CoordinatorUnavailable,
     GymtrioError,
     PeerRefused,
-    Refusal,
     TransportError,
 )
 from gymtrio.ids import CheckpointId, EpisodeId, RolloutId, parse_capture_key
@@ -206,22 +205,30 @@ async def ask(
 ) -> M:
     """Make one call of the table.
 
+    Raises: see `request`; CoordinatorUnavailable also: a message is none.
+    """
+    try:
+        return unpack(reply, await request(channel, kind, pack(message), deadline=deadline))
+    except MalformedValue as error:
+        raise CoordinatorUnavailable(f"{channel.peer.name}: {error}") from error
+
+
+async def request(
+    channel: Channel, kind: str, body: bytes, *, head: bytes = b"", deadline: float | None = None
+) -> bytes:
+    """Have a call answered, its body as it is.
+
     Raises:
         Refusal: what the other side refused with.
         CoordinatorUnavailable: it did not answer.
     """
     try:
-        body = (await channel.request(kind, pack(message), control=True, deadline=deadline)).body
-        return unpack(reply, body)
+        reply = await channel.request(kind, body, head=head, control=True, deadline=deadline)
     except PeerRefused as error:
-        raise refusal_of(error) from error
-    except (TransportError, MalformedValue) as error:
+        raise REFUSALS.get(error.code or "", CheckpointError)(error.detail) from error
+    except TransportError as error:
         raise CoordinatorUnavailable(f"{channel.peer.name}: {error}") from error
-
-
-def refusal_of(error: PeerRefused) -> Refusal:
-    """The refusal that the other side raised."""
-    return REFUSALS.get(error.code or "", CheckpointError)(error.detail)
+    return reply.body
 
 
 def read(cls: type[M], body: bytes | None) -> M:
@@ -245,11 +252,7 @@ DONE: Final = pack(Nothing())
 
 def tell(channel: Channel, kind: str, message: object) -> bool:
     """Post a message; False: the channel has ended, or takes no more."""
-    try:
-        channel.post(kind, pack(message))
-    except GymtrioError:
-        return False
-    return True
+    return not tell_all([channel], kind, [message])
 
 
 def tell_all(channels: Sequence[Channel], kind: str, messages: Iterable[object]) -> list[Channel]:

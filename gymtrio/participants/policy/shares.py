@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-import attrs
 import trio
 
 from gymtrio.capture.tokens import StagingKey
@@ -20,7 +19,6 @@ from gymtrio.participants.decoding import Slices
 from gymtrio.participants.policy.books import Books
 from gymtrio.participants.policy.connected import Worker, for_each
 from gymtrio.participants.policy.link import (
-    CUTS_SECTION,
     Nothing,
     PartWritten,
     Survey,
@@ -71,7 +69,7 @@ class Shares:
                     f"{len(episodes)}"
                 )
             keys = tuple(sorted(episode_id.capture_key for episode_id in episodes))
-            parts.append(WrittenPart(attrs.evolve(part, section=CUTS_SECTION), keys))
+            parts.append(WrittenPart(part, keys))
 
         try:
             await for_each(write, self._of_worker.items())

@@ -105,7 +105,7 @@ class CoordinatorLink:
 
 
 class PolicyWorker:
-    """Implements `calls.Policy`. Run `run` beside it, and hand it what comes over the channel.
+    """Implements `calls.Policy`, while `serve` runs.
 
     Args: see `gate.PolicyGate`.
         part_writer: writes its share of a checkpoint (STO-6).
@@ -182,8 +182,8 @@ class PolicyWorker:
             role="opener",
             me=me,
             limits=LINK_LIMITS,
-            handler=self.handle,
-            posted=self.posted,
+            handler=self._handle,
+            posted=self._take_post,
         ) as channel:
             self.link.connect(channel)
             async with trio.open_nursery() as nursery:
@@ -202,7 +202,7 @@ class PolicyWorker:
 
     # -- what comes from the coordinator ------------------------------------------------------
 
-    def posted(self, kind: str, body: bytes) -> None:
+    def _take_post(self, kind: str, body: bytes) -> None:
         """Take a post, in the instant in which it comes."""
         if kind == "state":
             self._take_state(read(GateState, body))
@@ -222,7 +222,7 @@ class PolicyWorker:
             self.gate.open()
         self.changed.notify()
 
-    async def handle(self, call: IncomingCall) -> None:
+    async def _handle(self, call: IncomingCall) -> None:
         """Serve a call.
 
         Raises:

@@ -128,6 +128,14 @@ class Calling:
         caller = self.begin(episode_id, call, take=take)
         return caller, (await self.backend.wait_live(count + 1))[-1]
 
+    async def begin_leaving(self, episode_id: EpisodeId | None, call: PolicyCall) -> PolicyReply:
+        """Make a call and get its reply, which stays leaving."""
+        caller, live = await self.begin_live(episode_id, call, take=False)
+        live.finish.set()
+        await caller.ended.wait()
+        assert caller.reply is not None
+        return caller.reply
+
 
 class Policy(Plane, Calling):
     """A running policy server and its controller."""

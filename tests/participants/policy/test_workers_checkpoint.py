@@ -29,15 +29,12 @@ async def test_a_checkpoint_closes_every_worker_and_a_resume_opens_them(
     """WRK-1, POL-2, I2: the one reply that is leaving is waited for; nothing else."""
     async with open_served(World()) as served:
         one, two = served.workers
-        leaving, live = await one.begin_live(R, chat("a"), take=False)
-        live.finish.set()
-        await leaving.ended.wait()
+        leaving = await one.begin_leaving(R, chat("a"))
         held, live = await two.begin_live(S, chat("b"))
         preparing = await served.prepare(timeout_s=2)
         assert preparing.phase == "preparing"
         assert preparing.report.blockers == ("r",)
-        assert leaving.reply is not None
-        leaving.reply.done(True)
+        leaving.done(True)
         assert (await served.prepare()).phase == "prepared"
         live.finish.set()
         late = one.begin(episode("t"), chat("c"))
@@ -239,10 +236,7 @@ async def test_a_retired_attempt_is_refused_everywhere_until_it_is_forgotten(
 async def test_a_retire_waits_until_the_worker_has_stopped(autojump_clock: object) -> None:
     """CTL-12, I10: a reply that is leaving at a worker is waited for."""
     async with open_served(World()) as served:
-        caller, live = await served.workers[1].begin_live(R, chat("a"), take=False)
-        live.finish.set()
-        await caller.ended.wait()
-        assert caller.reply is not None
+        leaving = await served.workers[1].begin_leaving(R, chat("a"))
         async with trio.open_nursery() as nursery:
             done = trio.Event()
 
@@ -253,7 +247,7 @@ async def test_a_retire_waits_until_the_worker_has_stopped(autojump_clock: objec
             nursery.start_soon(retire)
             await wait_all_tasks_blocked()
             assert not done.is_set()
-            caller.reply.done(True)
+            leaving.done(True)
             await done.wait()
         assert served.policy.books.ledger.rows(R) == ()
 

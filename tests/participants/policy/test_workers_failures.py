@@ -55,9 +55,7 @@ async def test_what_was_at_a_lost_worker_may_be_retired_instead(autojump_clock: 
     """WRK-3: the blockers name it; nothing of it is unknown any more then."""
     async with open_served(World()) as served:
         one, two = served.workers
-        leaving, live = await one.begin_live(S, chat("b"), take=False)
-        live.finish.set()
-        await leaving.ended.wait()
+        leaving = await one.begin_leaving(S, chat("b"))
         await two.begin_live(R, chat("a"))
         preparing = await served.prepare(timeout_s=1)
         assert preparing.report.blockers == ("s",)
@@ -66,8 +64,7 @@ async def test_what_was_at_a_lost_worker_may_be_retired_instead(autojump_clock: 
         await served.join("1")
         await served.retire(R)
         assert served.blockers == ("s",)
-        assert leaving.reply is not None
-        leaving.reply.done(True)
+        leaving.done(True)
         assert (await served.prepare()).phase == "prepared"
         reply = await served.commit("c1", (R, S))
         assert reply.episode_ids == ("s",)
@@ -157,14 +154,11 @@ async def test_the_claim_of_a_lost_worker_returns(autojump_clock: object) -> Non
 
 async def lose_while_leaving(served: Served, worker: OneWorker, *texts: str) -> str:
     """A worker dies while a reply of R is being sent; gives the text."""
-    caller, live = await worker.begin_live(R, chat(*texts), take=False)
-    live.finish.set()
-    await caller.ended.wait()
-    assert caller.reply is not None
+    reply = await worker.begin_leaving(R, chat(*texts))
     worker.die()
     await wait_all_tasks_blocked()
     await served.join(worker.name)
-    return text_of(caller.reply)
+    return text_of(reply)
 
 
 @pytest.mark.parametrize("restored", [False, True])
@@ -215,7 +209,7 @@ async def test_without_a_coordinator_nothing_is_admitted(autojump_clock: object)
     async with open_served(World()) as served:
         one, _ = served.workers
         assert one.policy.not_ready() is None
-        (worker,) = [w for w in served.policy._workers.values() if w.name == "0"]
+        worker = served.policy._workers["0"]
         held, live = await one.begin_live(R, chat("a"))
         served.policy._leave(worker)
         await wait_all_tasks_blocked()
@@ -255,7 +249,7 @@ async def test_a_reply_does_not_leave_when_its_row_cannot_be_kept(autojump_clock
         live.finish.set()
         await wait_all_tasks_blocked()
         assert not caller.answered
-        (worker,) = [w for w in served.policy._workers.values() if w.name == "0"]
+        worker = served.policy._workers["0"]
         served.policy._leave(worker)
         one.stream.go_on()
         await caller.ended.wait()
@@ -269,7 +263,7 @@ async def test_old_reports_change_nothing(autojump_clock: object) -> None:
         await served.prepare("c1")
         await served.resume("c1")
         await served.prepare("c2")
-        (worker,) = [w for w in served.policy._workers.values() if w.name == "0"]
+        worker = served.policy._workers["0"]
         now = worker.report
         assert now is not None
         assert now.generation == 2
@@ -280,8 +274,14 @@ async def test_old_reports_change_nothing(autojump_clock: object) -> None:
         ):
             served.policy._take_report(worker, old)
             assert served.policy.ready()
-        served.policy._take_report(worker, attrs.evolve(now, seq=now.seq + 1, blocking=1))
+        new = attrs.evolve(now, seq=now.seq + 1, blocking=1, inflight=1)
+        served.policy._take_report(worker, new)
         assert not served.policy.ready()
+        await served.resume("c2")
+        served.policy._take_report(worker, attrs.evolve(new, seq=new.seq + 1))
+        assert (served.counts["held"], served.blockers) == (0, ()), (
+            "it was on its way at the opening"
+        )
 
 
 class DoorWriter:
@@ -490,15 +490,12 @@ async def test_a_worker_that_cannot_tell_that_a_call_has_ended_gives_its_link_up
     """WRK-5, I34: else the call would never end at the coordinator, and no retire of its episode."""
     async with open_served(World()) as served:
         _, two = served.workers
-        caller, live = await two.begin_live(R, chat("a"), take=False)
-        live.finish.set()
-        await caller.ended.wait()
+        leaving = await two.begin_leaving(R, chat("a"))
         channel = two.policy.link.channel
         with pytest.raises(ChannelFull, match="slowly"):
             while True:
                 channel.post("noise", bytes(2**19))
-        assert caller.reply is not None
-        caller.reply.done(True)
+        leaving.done(True)
         await channel.closed.wait()
         await wait_all_tasks_blocked()
         assert two.ended is not None

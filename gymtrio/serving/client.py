@@ -18,6 +18,7 @@ import trio
 
 from gymtrio.context import ROLLOUT_PREFIX, RolloutContext, current_context
 from gymtrio.errors import InvalidRequest, PeerRefused, SettingsError, TransportError
+from gymtrio.json_text import dump_json
 from gymtrio.limits import DATA_BODY_BYTES_MAX, DEADLINE_AHEAD_S_MAX
 from gymtrio.serving.http import (
     Headers,
@@ -25,7 +26,6 @@ from gymtrio.serving.http import (
     as_headers,
     cookie_header,
     cookies_set_by,
-    dump_json,
     first_header,
     parse_json,
 )

@@ -19,13 +19,13 @@ import attrs
 import trio
 
 from gymtrio.context import AsgiApp, Scope, decode_path
+from gymtrio.json_text import dump_json
 from gymtrio.serving.asgi import BrokenOff, serve_exchange
 from gymtrio.serving.exchange import OnDone, send_answer
 from gymtrio.serving.http import (
     BadRequest,
     ClientGone,
     Headers,
-    dump_json,
     first_header,
     internal_error,
 )

@@ -26,6 +26,7 @@ import trio
 
 from gymtrio.background import open_background
 from gymtrio.errors import HostError, TransportError
+from gymtrio.json_text import dump_json
 from gymtrio.serving.client import (
     NO_REPLY,
     CallTimedOut,
@@ -38,7 +39,7 @@ from gymtrio.serving.client import (
 )
 from gymtrio.serving.deployment import TCP_SCHEME, parse_bind
 from gymtrio.serving.frames_head import BROKEN_OFF, KIND, decode_reply, encode_request
-from gymtrio.serving.http import JSON_CONTENT_TYPE, Headers, dump_json
+from gymtrio.serving.http import JSON_CONTENT_TYPE, Headers
 from gymtrio.serving.pool import Pool, PoolStatistics
 from gymtrio.settings import Secret
 from gymtrio.strict import MalformedValue

@@ -7,7 +7,6 @@ success; the application turns it into `{"error": {"code", "detail"}}`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Final, TypeAlias
 
@@ -16,6 +15,7 @@ import attrs
 from gymtrio.context import RolloutContext
 from gymtrio.errors import InvalidRequest, Refusal
 from gymtrio.ids import EpisodeId, is_safe_id
+from gymtrio.json_text import dump_json, load_json
 from gymtrio.wire.native import EPOCH_HEADER
 
 Headers: TypeAlias = tuple[tuple[bytes, bytes], ...]
@@ -24,8 +24,6 @@ Headers: TypeAlias = tuple[tuple[bytes, bytes], ...]
 HeadersLike: TypeAlias = Iterable[tuple[str | bytes, str | bytes]]
 
 JSON_CONTENT_TYPE: Final = "application/json"
-
-_ENCODER: Final = json.JSONEncoder(separators=(",", ":"))
 
 RETRY_AFTER_S: Final = 1
 """Said with every 503: a server that drains is replaced soon."""
@@ -101,22 +99,12 @@ def parse_json(body: bytes, what: str) -> object:
         InvalidRequest: it is not JSON, or it nests deeper than this Python can read.
     """
     try:
-        value: object = json.loads(body)
+        return load_json(body)
     except RecursionError:
         raise InvalidRequest(f"{what}: JSON nested too deeply") from None
     except ValueError as error:
         # UnicodeDecodeError and JSONDecodeError are both ValueErrors, as is an over-long integer.
         raise InvalidRequest(f"{what}: not JSON: {error}") from None
-    return value
-
-
-def dump_json(value: object) -> bytes:
-    """Encode JSON compactly, keys in their order, ASCII only (exact for lone surrogates).
-
-    Raises:
-        TypeError, ValueError: `value` is not JSON; a fault of the caller.
-    """
-    return _ENCODER.encode(value).encode("ascii")
 
 
 @attrs.frozen

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 from gymtrio.capture.replies import TOKEN_FIELDS, Route
-from gymtrio.serving.http import dump_json
+from gymtrio.json_text import dump_json
 from gymtrio.serving.sse import DONE, encode_event
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from gymtrio.serving.http import dump_json
+from gymtrio.json_text import dump_json
 
 DONE_DATA: Final = b"[DONE]"
 """The data of the event that ends a stream of chat completions."""

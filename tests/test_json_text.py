@@ -1,0 +1,194 @@
+"""What is read and written is what the standard library reads and writes."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Callable
+from enum import Enum, IntEnum
+from typing import Any
+from uuid import UUID
+
+import attrs
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from gymtrio.json_text import dump_json, load_json
+
+FLOATS = st.one_of(
+    st.sampled_from((math.nan, math.inf, -math.inf, -0.0, 5e-324, 1.7976931348623157e308)),
+    st.floats(),
+    st.binary(min_size=8, max_size=8).map(lambda bits: struct.unpack("<d", bits)[0]),
+)
+TEXTS = st.text(st.characters())
+"""Lone surrogates among them."""
+ATOMS = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.integers(-(2**80), 2**80), FLOATS, TEXTS
+)
+KEYS = st.one_of(TEXTS, TEXTS, TEXTS, st.none(), st.booleans(), st.integers())
+VALUES = st.recursive(
+    ATOMS,
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(TEXTS, inner)
+        | st.dictionaries(KEYS, inner)
+    ),
+    max_leaves=20,
+)
+STRANGE_TEXTS = (
+    b"",
+    b" ",
+    b"-0",
+    b"-",
+    b"01",
+    b"1.",
+    b".5",
+    b"1e400",
+    b"-1e400",
+    b"1e-400",
+    b"1E5",
+    b"0.1e1",
+    b"1.0000000000000000000001",
+    b"9007199254740993.0",
+    b"123456789012345678901234567890",
+    b"18446744073709551616",
+    b"-9223372036854775809",
+    b"9" * 5000,
+    b"NaN",
+    b"-Infinity",
+    b'{"a":1,"a":2}',
+    b'"\\ud800"',
+    b'"\\ud83d\\ude00"',
+    b'"\\u0000"',
+    b'"a\x01b"',
+    b'"\x7f"',
+    b'"\xff"',
+    b'"\xed\xa0\x80"',
+    b"\xef\xbb\xbf1",
+    '"é"'.encode("utf-16"),
+    '"é"'.encode("utf-32"),
+    b"[1,]",
+    b"[1 2]",
+    b'{"a":1,}',
+    b"1 2",
+    b"// 1",
+    b"\x0c1",
+    b"[" * 100_000,
+    b"[" * 300 + b"]" * 300,
+)
+
+
+def outcome(of: Callable[[Any], Any], given: Any) -> tuple[str, Any]:
+    try:
+        return "value", of(given)
+    except RecursionError:
+        return "too deep", None
+    except (TypeError, ValueError) as error:
+        return "refused", type(error)
+
+
+def stdlib_dump(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def same(one: object, other: object) -> bool:
+    """Of equal types, and equal to the bit; any NaN is any other."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return list(one) == list(other) and all(map(same, one.values(), other.values()))
+    if isinstance(one, float) and isinstance(other, float) and not math.isnan(one):
+        return struct.pack("<d", one) == struct.pack("<d", other)
+    return repr(one) == repr(other)
+
+
+def assert_read_alike(text: bytes) -> None:
+    expected, found = outcome(json.loads, text), outcome(load_json, text)
+    assert found[0] == expected[0]
+    assert same(found[1], expected[1]), (found, expected)
+
+
+@given(VALUES)
+@example({"a": [None, {"b": math.nan}]})
+@example([(math.inf, None)])
+@example({"\ud800": None, "b": "\udfff"})
+def test_what_is_written_reads_as_what_the_standard_library_writes(value: object) -> None:
+    expected, found = outcome(stdlib_dump, value), outcome(dump_json, value)
+    assert found[0] == expected[0]
+    if found[0] == "value":
+        assert same(json.loads(found[1]), json.loads(expected[1]))
+        assert same(load_json(found[1]), json.loads(expected[1]))
+
+
+@pytest.mark.parametrize("text", STRANGE_TEXTS, ids=lambda text: repr(text[:20]))
+def test_strange_texts_are_read_alike(text: bytes) -> None:
+    assert_read_alike(text)
+
+
+@given(VALUES.map(stdlib_dump), st.data())
+def test_damaged_texts_are_read_alike(text: bytes, data: st.DataObject) -> None:
+    damaged = bytearray(text)
+    for _ in range(data.draw(st.integers(0, 3))):
+        at = data.draw(st.integers(0, len(damaged)))
+        damaged[at : at + data.draw(st.integers(0, 2))] = data.draw(
+            st.sampled_from((b"", b",", b"]", b"}", b'"', b"\\", b"\\u", b"0", b"-", b"e", b"\xc3"))
+        )
+    assert_read_alike(bytes(damaged))
+
+
+@given(st.from_regex(rb"\A-?[0-9]{1,25}(\.[0-9]{1,25})?([eE][-+]?[0-9]{1,3})?\Z"))
+def test_numbers_are_read_alike_to_the_last_bit(text: bytes) -> None:
+    assert_read_alike(text)
+
+
+class Colour(Enum):
+    RED = "red"
+
+
+class Level(IntEnum):
+    LOW = 1
+
+
+class Word(str):
+    __slots__ = ()
+
+
+@attrs.frozen
+class Point:
+    x: float
+
+
+@pytest.mark.parametrize("beside", [None, math.nan], ids=["quick", "exact"])
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (Colour.RED, '"red"'),
+        (Level.LOW, "1"),
+        (Word("w"), '"w"'),
+        (UUID(int=1), '"00000000-0000-0000-0000-000000000001"'),
+        (b"ab", '"YWI="'),
+        (Point(0.5), '{"x":0.5}'),
+        (Point(math.nan), '{"x":NaN}'),
+    ],
+    ids=lambda given: repr(given)[:12],
+)
+def test_what_json_lacks_is_written_alike_whoever_writes_the_rest(
+    value: object, text: str, beside: float | None
+) -> None:
+    other = "null" if beside is None else "NaN"
+    assert dump_json([value, beside]).decode() == f"[{text},{other}]"
+    if text != '{"x":NaN}':
+        assert dump_json([value]).decode() == f"[{text}]"
+
+
+def test_what_nobody_can_write_is_refused() -> None:
+    ring: list[object] = []
+    ring.append(ring)
+    for value in (object(), {"a": {(1, 2): 3}}, [None, object()], ring):
+        with pytest.raises((TypeError, ValueError)):
+            dump_json(value)

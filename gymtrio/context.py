@@ -140,4 +140,5 @@ def rollout_of_scope(scope: Scope) -> tuple[RolloutContext | None, Scope]:
 
 def decode_path(raw_path: bytes) -> str:
     """Decode a request target's path as ASGI servers do."""
-    return unquote(raw_path.decode("ascii"))
+    path = raw_path.decode("ascii")
+    return unquote(path) if "%" in path else path

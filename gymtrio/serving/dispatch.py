@@ -85,7 +85,7 @@ class Routes:
         return self.fallback
 
 
-@attrs.frozen
+@attrs.define
 class _Taken:
     """A request that a hot route takes (`gymtrio.serving.asgi.Taken`)."""
 

@@ -16,6 +16,7 @@ import trio
 from gymtrio.context import Scope
 from gymtrio.errors import TooLarge
 from gymtrio.serving.http import (
+    JSON_CONTENT_TYPE,
     Answer,
     ClientGone,
     Headers,
@@ -114,10 +115,17 @@ class Exchange(Protocol):
 
 OnDone = Callable[[bool], None] | None
 
+_JSON_HEADER: Final = (b"content-type", JSON_CONTENT_TYPE.encode("ascii"))
+_JSON_HEADERS: Final = (_JSON_HEADER,)
+"""Made once: nearly all answers have them."""
+
 
 async def send_answer(exchange: Exchange, answer: Answer) -> None:
     """Send what a handler answered; its `on_done` is called exactly once."""
-    headers = ((b"content-type", answer.content_type.encode("latin-1")), *answer.headers)
+    if answer.content_type is JSON_CONTENT_TYPE:
+        headers = (_JSON_HEADER, *answer.headers) if answer.headers else _JSON_HEADERS
+    else:
+        headers = ((b"content-type", answer.content_type.encode("latin-1")), *answer.headers)
     try:
         if isinstance(answer, Response):
             await exchange.answer(answer.status, headers, answer.body, answer.on_done)

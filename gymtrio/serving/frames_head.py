@@ -14,7 +14,7 @@ from typing import Final
 from gymtrio.serving.http import Headers
 from gymtrio.serving.http1 import HEADERS_MAX
 from gymtrio.strict import MalformedValue
-from gymtrio.wire.codec import pack_list, unpack_list
+from gymtrio.wire.codec import pack_list, unpack_tuple
 
 KIND: Final = "http"
 BROKEN_OFF: Final = "broken_off"
@@ -31,7 +31,7 @@ def decode_request(head: bytes) -> tuple[str, str, Headers]:
     Raises:
         MalformedValue: it is not such an array.
     """
-    items = unpack_list(head)
+    items = unpack_tuple(head)
     if len(items) == 3:
         method, target, headers = items
         if type(method) is str and type(target) is str and target.isascii():
@@ -49,7 +49,7 @@ def decode_reply(head: bytes) -> tuple[int, Headers]:
     Raises:
         MalformedValue: it is not such an array.
     """
-    items = unpack_list(head)
+    items = unpack_tuple(head)
     if len(items) == 2:
         status, headers = items
         if type(status) is int and 200 <= status <= 999:
@@ -58,14 +58,14 @@ def decode_reply(head: bytes) -> tuple[int, Headers]:
 
 
 def _headers(value: object) -> Headers:
-    if type(value) is not list or len(value) > HEADERS_MAX:
+    if type(value) is not tuple or len(value) > HEADERS_MAX:
         raise MalformedValue("head", f"not a list of at most {HEADERS_MAX} headers")
     for item in value:
         if (
-            type(item) is not list
+            type(item) is not tuple
             or len(item) != 2
             or type(item[0]) is not bytes
             or type(item[1]) is not bytes
         ):
             raise MalformedValue("head", "a header is not a name and a value")
-    return tuple([(name, text) for name, text in value])
+    return value

@@ -100,7 +100,7 @@ class FramesServer:
             await handler(call)
         finally:
             self.calls_running -= 1
-            if not self.calls_running:
+            if not self.calls_running and self._idle:
                 self._idle.unpark_all()
 
     async def finished(self) -> None:
@@ -142,9 +142,7 @@ class _FramesExchange:
     def __init__(self, call: IncomingCall) -> None:
         self._call = call
         self.method, target, self.headers = decode_request(call.head)
-        path, _, query = target.partition("?")
-        self.raw_path = path.encode("ascii")
-        self.query = query.encode("ascii")
+        self._raw_path, _, self._query = target.partition("?")
         self.path = decode_path(self.raw_path)
         self.scope = call.scope
         """What its task runs in: an answer leaves also when that is cancelled."""
@@ -152,6 +150,14 @@ class _FramesExchange:
         """Some of an answer was queued, or an attempt was made."""
         body = call.body
         self.content_length = None if body is None else len(body)
+
+    @property
+    def raw_path(self) -> bytes:
+        return self._raw_path.encode("ascii")
+
+    @property
+    def query(self) -> bytes:
+        return self._query.encode("ascii")
 
     def asgi(self) -> Scope:
         return {"http_version": "1.1", "scheme": "http", "client": None, "server": None}

@@ -17,8 +17,8 @@ Origins without an address here are called over HTTP.
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Final
 
 import attrs
@@ -148,25 +148,25 @@ class _Lines:
             return True
         return lane is not Lane.CONTROL and not all(line.is_shunned for line in self._lines)
 
-    @contextmanager
-    def taken(self) -> Iterator[_Taken]:
-        """Take one for a call."""
-        taken = _Taken(self._lines)
-        try:
-            yield taken
-        finally:
-            taken.release()
+    def taken(self) -> _Taken:
+        """Take one for a call; given back at the end of the block."""
+        return _Taken(self._lines)
 
 
 class _Taken:
     """The line of one call, and the next one should it lead nowhere."""
 
+    __slots__ = ("_line", "_lines")
+
     def __init__(self, lines: Sequence[_Line]) -> None:
         self._lines = lines
-        self._line = min(lines, key=lambda line: line.rank)
-        self._line.calls += 1
+        self._line = lines[0] if len(lines) == 1 else _next_of(lines)
 
-    def release(self) -> None:
+    def __enter__(self) -> _Taken:
+        self._line.calls += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._line.calls -= 1
 
     @property
@@ -188,9 +188,13 @@ class _Taken:
                 others = [line for line in self._lines if line not in tried]
                 if not others:
                     raise
-                self.release()
-                self._line = min(others, key=lambda line: line.rank)
+                self._line.calls -= 1
+                self._line = _next_of(others)
                 self._line.calls += 1
+
+
+def _next_of(lines: Sequence[_Line]) -> _Line:
+    return min(lines, key=lambda line: line.rank)
 
 
 class FramesTransport:
@@ -206,7 +210,8 @@ class FramesTransport:
         settings: ClientSettings,
     ) -> None:
         self._http = http
-        self._calls = dict.fromkeys(Lane, 0)
+        self._data_calls = 0
+        self._control_calls = 0
         self._me = me
         self._token = token
         self._settings = settings
@@ -237,7 +242,8 @@ class FramesTransport:
     def statistics(self, lane: Lane | None = None) -> PoolStatistics:
         """Count what is held, in one lane or in all; a call over frames never waits for a place."""
         http = self._http.statistics(lane)
-        calls = sum(count for of, count in self._calls.items() if lane in (None, of))
+        calls = self._data_calls if lane is not Lane.CONTROL else 0
+        calls += self._control_calls if lane is not Lane.DATA else 0
         return attrs.evolve(http, active=http.active + calls)
 
     def _lines_of(self, origin: Origin, lane: Lane) -> _Lines | None:
@@ -252,44 +258,16 @@ class FramesTransport:
         lines = self._lines_of(origin, lane)
         if lines is None:
             return None
-        with lines.taken() as line:
-            try:
-                return await self._whole_reply(line, origin, outgoing, lane, deadline)
-            except _NobodyThere:
-                if lines.several:
-                    return None
-                raise
-
-    async def _whole_reply(
-        self, line: _Taken, origin: Origin, outgoing: Outgoing, lane: Lane, deadline: float
-    ) -> WholeReply:
-        head = encode_request(outgoing.method, outgoing.target, outgoing.headers)
-        control = lane is Lane.CONTROL
-        body = outgoing.body
-        self._calls[lane] += 1
+        self._count(lane, 1)
         try:
-            channel = line.open_channel or await _by(deadline, line.channel)
-            try:
-                reply = await channel.request(
-                    KIND, body, head=head, control=control, deadline=deadline
-                )
-            except ChannelLost:
-                if not outgoing.repeatable:
-                    raise
-                channel = await _by(deadline, line.channel)
-                reply = await channel.request(
-                    KIND, body, head=head, control=control, deadline=deadline
-                )
-        except ChannelRefused as refused:
-            if refused.code == BROKEN_OFF:
-                raise _cut_short(refused) from refused
-            return WholeReply(refused.status, _ERROR_HEADERS, _error_body(refused))
-        except CallOverdue:
-            raise CallTimedOut(NO_REPLY) from None
+            with lines.taken() as line:
+                return await _whole_reply(line, origin, outgoing, lane, deadline)
+        except _NobodyThere:
+            if lines.several:
+                return None
+            raise
         finally:
-            self._calls[lane] -= 1
-        status, headers = _decoded(origin, reply.head)
-        return WholeReply(status, headers, reply.body)
+            self._count(lane, -1)
 
     @asynccontextmanager
     async def exchange(
@@ -301,7 +279,7 @@ class FramesTransport:
             async with self._http.exchange(origin, outgoing, lane) as incoming:
                 yield incoming
             return
-        self._calls[lane] += 1
+        self._count(lane, 1)
         try:
             async with AsyncExitStack() as stack:
                 line = stack.enter_context(lines.taken())
@@ -315,7 +293,38 @@ class FramesTransport:
                     entered = await stack.enter_async_context(over_http)
                 yield entered
         finally:
-            self._calls[lane] -= 1
+            self._count(lane, -1)
+
+    def _count(self, lane: Lane, more: int) -> None:
+        if lane is Lane.DATA:
+            self._data_calls += more
+        else:
+            self._control_calls += more
+
+
+async def _whole_reply(
+    line: _Taken, origin: Origin, outgoing: Outgoing, lane: Lane, deadline: float
+) -> WholeReply:
+    head = encode_request(outgoing.method, outgoing.target, outgoing.headers)
+    control = lane is Lane.CONTROL
+    body = outgoing.body
+    try:
+        channel = line.open_channel or await _by(deadline, line.channel)
+        try:
+            reply = await channel.request(KIND, body, head=head, control=control, deadline=deadline)
+        except ChannelLost:
+            if not outgoing.repeatable:
+                raise
+            channel = await _by(deadline, line.channel)
+            reply = await channel.request(KIND, body, head=head, control=control, deadline=deadline)
+    except ChannelRefused as refused:
+        if refused.code == BROKEN_OFF:
+            raise _cut_short(refused) from refused
+        return WholeReply(refused.status, _ERROR_HEADERS, _error_body(refused))
+    except CallOverdue:
+        raise CallTimedOut(NO_REPLY) from None
+    status, headers = _decoded(origin, reply.head)
+    return WholeReply(status, headers, reply.body)
 
 
 async def _entered(

@@ -61,6 +61,8 @@ class BadRequest(Refusal):
 
 def as_headers(headers: HeadersLike) -> Headers:
     """Normalise headers: bytes, names in lower case."""
+    if not headers:
+        return ()
     return tuple((_latin(name).lower(), _latin(value)) for name, value in headers)
 
 

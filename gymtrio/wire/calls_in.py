@@ -199,12 +199,15 @@ class IncomingCall:
 
     # --- for the channel ------------------------------------------------------------------------
 
-    def task_scope(self) -> trio.CancelScope:
-        """What the handler runs in; made when its task starts."""
-        scope = self._scope = trio.CancelScope()
+    def enter(self, scope: trio.CancelScope) -> None:
+        """Its handler begins, in this scope."""
+        self._scope = scope
         if not self.is_wanted:
             scope.cancel()
-        return scope
+
+    def leave(self) -> None:
+        """Its handler has ended; what the scope serves from now on is not this call's."""
+        self._scope = None
 
     def received(self, chunk: bytes, is_last: bool) -> None:
         if self._reader is not None:

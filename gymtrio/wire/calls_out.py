@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
@@ -116,11 +117,13 @@ async def ask(
 ) -> WholeReply:
     """See `Channel.request`."""
     call_id: int | None = None
-    if deadline is None or (deadline > trio.current_time() and not channel.dialogue.is_congested):
+    now = trio.current_time()
+    if not channel.dialogue.is_congested and (deadline is None or deadline > now):
         # The call is queued without waiting, so that only the wait for its reply need be timed.
-        call_id = await channel.start_call(kind, head, body, control, deadline)
+        await trio.lowlevel.checkpoint_if_cancelled()
+        call_id = channel.open_call(kind, head, body, control, deadline, now)
     else:
-        with trio.CancelScope(deadline=deadline):
+        with trio.CancelScope(deadline=math.inf if deadline is None else deadline):
             call_id = await channel.start_call(kind, head, body, control, deadline)
     if call_id is None:
         raise _timed_out(channel, kind)

@@ -4,8 +4,8 @@ The rules of this file:
 
 - N1 One task reads, one task writes; the writer sends in one piece whatever has gathered.
 - N2 The reader never waits for the writer: two sides that both wait to be read would wait for ever.
-- N3 A handler has a task of its own, in the channel's nursery; what `Inline` answers has none, and its
-  answer is queued before anything that is sent later.
+- N3 A handler has a task to itself, in the channel's nursery (`HandlerTasks`); what `Inline` answers
+  has none, and its answer is queued before anything that is sent later.
 - N4 The end of the connection is told once to everybody who waits for something of it (`ChannelLost`),
   and cancels every handler.
 - N5 Whatever a peer sends or a handler raises, nothing but this connection or that call ends.
@@ -42,6 +42,7 @@ from gymtrio.wire.events import (
     Replied,
     Welcomed,
 )
+from gymtrio.wire.handlers import HandlerTasks
 from gymtrio.wire.messages import Hello
 from gymtrio.wire.outgoing import Mark
 from gymtrio.wire.tables import Role
@@ -95,8 +96,8 @@ class Channel:
         """For the calls of this channel only."""
         self._stream = stream
         self._scope = trio.CancelScope()
-        self._nursery: trio.Nursery
         self._handler = handler
+        self._tasks: HandlerTasks | None = None
         self._inline = inline
         self._posted = posted
         self._ours: dict[int, Waiting] = {}
@@ -180,10 +181,22 @@ class Channel:
         await trio.lowlevel.checkpoint_if_cancelled()
         while self.dialogue.is_congested and not self.closed.is_set():
             await self._room.park()
+        return self.open_call(kind, head, body, control, deadline, trio.current_time())
+
+    def open_call(
+        self,
+        kind: str,
+        head: bytes,
+        body: bytes,
+        control: bool,
+        deadline: float | None,
+        now: float,
+    ) -> int:
+        """Queue a call at once."""
         self._check_open()
         timeout_ms = None
         if deadline is not None and deadline < math.inf:
-            timeout_ms = max(0, math.ceil((deadline - trio.current_time()) * 1000))
+            timeout_ms = max(0, math.ceil((deadline - now) * 1000))
         call_id = self.dialogue.open_call(kind, head, body, timeout_ms=timeout_ms, control=control)
         self.wake()
         return call_id
@@ -221,11 +234,13 @@ class Channel:
         """
         try:
             with self._scope:
-                async with trio.open_nursery() as self._nursery:
-                    self._nursery.start_soon(self._read, events)
-                    self._nursery.start_soon(self._write)
-                    self._nursery.start_soon(self._watch)
-                    self._nursery.start_soon(self.deadlines.run)
+                async with trio.open_nursery() as nursery:
+                    if self._handler is not None:
+                        self._tasks = HandlerTasks(nursery, self._handler, self._fail, self._end)
+                    nursery.start_soon(self._read, events)
+                    nursery.start_soon(self._write)
+                    nursery.start_soon(self._watch)
+                    nursery.start_soon(self.deadlines.run)
         finally:
             await self._hang_up()
 
@@ -298,12 +313,7 @@ class Channel:
             self.dialogue.ping(number)
             self.wake()
 
-    async def _run(self, handler: Handler, call: IncomingCall) -> None:
-        try:
-            with call.task_scope():
-                await handler(call)
-        except Exception as error:  # noqa: BLE001 - the edge: a handler's fault ends its own call (N5)
-            self._fail(call, error)
+    def _end(self, call: IncomingCall) -> None:
         if not call.is_answered:
             call.fail(500, "not_answered", "the handler ended without an answer")
         self._theirs.pop(call.call_id, None)
@@ -325,14 +335,14 @@ class Channel:
         if self._inline is not None:
             try:
                 is_taken = self._inline(call)
-            except Exception as error:  # noqa: BLE001 - as in `_run`
+            except Exception as error:  # noqa: BLE001 - the edge, as in `HandlerTasks` (N5)
                 self._fail(call, error)
                 is_taken = True
             if is_taken:
                 if not call.is_answered:
                     self._theirs[call.call_id] = call
                 return
-        if self._handler is None:
+        if self._tasks is None:
             call.fail(404, "unknown_kind", f"no handler for {call.kind!r}")
         elif len(self._theirs) >= self.limits.calls_open_max:
             # Cancelled ones that still clean up are not open calls, but they are here.
@@ -340,7 +350,7 @@ class Channel:
         else:
             call.has_task = True
             self._theirs[call.call_id] = call
-            self._nursery.start_soon(self._run, self._handler, call)
+            self._tasks.start(call)
 
     def _on_cancelled(self, event: CallCancelled) -> None:
         call = self._theirs.get(event.call_id)
@@ -382,7 +392,7 @@ class Channel:
             return
         try:
             self._posted(event.kind, event.body)
-        except Exception:  # noqa: BLE001 - as in `_run`
+        except Exception:  # noqa: BLE001 - as in `_on_called`
             _log.exception("error in the handler of the post %r", event.kind)
 
     def _on_ended(self, event: Ended) -> None:

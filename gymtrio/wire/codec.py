@@ -67,6 +67,14 @@ def unpack_list(data: bytes) -> list[object]:
     return value
 
 
+def unpack_tuple(data: bytes) -> tuple[object, ...]:
+    """As `unpack_list`, with every list in it, and itself, a tuple."""
+    value = _unpacked(data, use_list=False)
+    if type(value) is not tuple:
+        raise MalformedValue("", f"expected a list, got {describe(value)}")
+    return value
+
+
 def unpack(cls: type[T], data: bytes) -> T:
     """Decode what `pack` made, strictly.
 
@@ -87,9 +95,9 @@ def unpack_plain(data: bytes) -> object:
     return value
 
 
-def _unpacked(data: bytes) -> object:
+def _unpacked(data: bytes, *, use_list: bool = True) -> object:
     try:
-        value: object = msgpack.unpackb(data, ext_hook=_refuse_extension)
+        value: object = msgpack.unpackb(data, use_list=use_list, ext_hook=_refuse_extension)
     except GymtrioError:
         raise
     except (ValueError, OverflowError, msgpack.exceptions.UnpackException) as error:

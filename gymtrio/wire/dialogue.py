@@ -187,7 +187,7 @@ class Dialogue(Speaking):
         events.append(Welcomed(message.hello, False))
 
     def _meet(self, capacity: Capacity) -> None:
-        self._capacity = capacity
+        self._know(capacity)
         self._decoder.payload_bytes_max = self.limits.frame_bytes_max
 
     def _on_goodbye(self, goodbye: Goodbye, events: list[Event]) -> None:

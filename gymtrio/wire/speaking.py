@@ -78,14 +78,22 @@ class Speaking:
         self.role: Final = role
         self.limits: Final = limits
         self._enter(BEGIN[role])
-        self._capacity: Capacity = limits.capacity()
-        """Of the peer, once it has said so."""
+        self._know(limits.capacity())
         self._outgoing: Final = Outgoing(self._sent_last)
         self._our_bit: Final = ACCEPTOR_BIT if role is Role.ACCEPTOR else 0
         self._next_id = {bit: self._our_bit | bit for bit in (0, CONTROL_BIT)}
         """Of our calls, by lane."""
         self._ours: dict[int, OurCall] = {}
         self._theirs: dict[int, TheirCall] = {}
+
+    def _know(self, capacity: Capacity) -> None:
+        """What the peer takes: as much as this side, until it has said so."""
+        self._capacity = capacity
+        frame_bytes_max = capacity.frame_bytes_max - FRAME_ROOM_BYTES
+        self._head_bytes_max = min(capacity.head_bytes_max, frame_bytes_max)
+        self._body_inline_bytes_max = min(self.limits.body_inline_bytes_max, frame_bytes_max)
+        self._inline_bytes_max = frame_bytes_max
+        """Of head and body together."""
 
     def _enter(self, state: State) -> None:
         self.state = state
@@ -137,10 +145,8 @@ class Speaking:
         self._check_open()
         if len(self._ours) >= self._capacity.calls_open_max:
             raise ChannelFull(f"{len(self._ours)} calls are open, the peer takes no more")
-        if len(head) > self._head_bytes_max():
-            raise ChannelFull(
-                f"a head of {len(head)} bytes, the peer takes {self._head_bytes_max()}"
-            )
+        if len(head) > self._head_bytes_max:
+            raise ChannelFull(f"a head of {len(head)} bytes, the peer takes {self._head_bytes_max}")
         bit = CONTROL_BIT if control else 0
         call_id = self._next_id[bit]
         lane = self._lane(call_id)
@@ -207,7 +213,7 @@ class Speaking:
                 mark(False)
             return
         assert call.body is None, "answered twice"
-        if len(head) > self._head_bytes_max():
+        if len(head) > self._head_bytes_max:
             self._refuse_reply(call_id, len(head))
             if mark is not None:
                 mark(False)
@@ -224,7 +230,7 @@ class Speaking:
         if call is None:
             return
         assert call.body is None, "answered twice"
-        if len(head) > self._head_bytes_max():
+        if len(head) > self._head_bytes_max:
             self._refuse_reply(call_id, len(head))
         else:
             self._begin(call_id, call, head)
@@ -328,15 +334,9 @@ class Speaking:
     def _lane(self, call_id: int) -> Lane:
         return self._outgoing.control if call_id & CONTROL_BIT else self._outgoing.data
 
-    def _head_bytes_max(self) -> int:
-        return min(self._capacity.head_bytes_max, self._capacity.frame_bytes_max - FRAME_ROOM_BYTES)
-
     def _is_inline(self, head: bytes, body: bytes) -> bool:
         size = len(body)
-        return (
-            size <= self.limits.body_inline_bytes_max
-            and len(head) + size + FRAME_ROOM_BYTES <= self._capacity.frame_bytes_max
-        )
+        return size <= self._body_inline_bytes_max and len(head) + size <= self._inline_bytes_max
 
     def _waits_in_chunks(self, call_id: int, body: bytes) -> bool:
         # In the control lane answers are few, and their order is what others rely on.
@@ -358,9 +358,7 @@ class Speaking:
             self._forget_theirs(call_id)
 
     def _refuse_reply(self, call_id: int, size: int) -> None:
-        detail = (
-            f"the head of the answer has {size} bytes, the caller takes {self._head_bytes_max()}"
-        )
+        detail = f"the head of the answer has {size} bytes, the caller takes {self._head_bytes_max}"
         self.fail(call_id, 500, "reply_too_large", detail)
 
     def _check_open(self) -> None:

@@ -139,6 +139,18 @@ async def serve_call(app: AsgiApp, call: IncomingCall) -> None:
 class _FramesExchange:
     """One call as `gymtrio.serving.exchange.Exchange`."""
 
+    __slots__ = (
+        "_call",
+        "_query",
+        "_raw_path",
+        "begun",
+        "content_length",
+        "headers",
+        "method",
+        "path",
+        "scope",
+    )
+
     def __init__(self, call: IncomingCall) -> None:
         self._call = call
         self.method, target, self.headers = decode_request(call.head)

@@ -236,8 +236,10 @@ def json_response(
     Args:
         cookies: set on the client, each for the whole session.
     """
-    set_by_us = tuple(set_cookie(name, text) for name, text in (cookies or {}).items())
-    return Response(status, dump_json(value), (*as_headers(headers), *set_by_us), on_done=on_done)
+    if cookies:
+        set_by_us = (set_cookie(name, text) for name, text in cookies.items())
+        headers = (*as_headers(headers), *set_by_us)
+    return Response(status, dump_json(value), headers, on_done=on_done)
 
 
 def refusal_response(refusal: Refusal) -> Response:

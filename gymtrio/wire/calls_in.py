@@ -44,7 +44,7 @@ class IncomingCall:
         "on_cancel",
     )
 
-    def __init__(self, channel: Channel, call: Call, control: bool) -> None:
+    def __init__(self, channel: Channel, call: Call, control: bool, now: float) -> None:
         self._channel = channel
         self._is_answered = False
         self._scope: trio.CancelScope | None = None
@@ -60,7 +60,7 @@ class IncomingCall:
         self.deadline: float | None = None
         """When the caller stops waiting, on this side's trio clock; it cancels the call then."""
         if call.timeout_ms is not None:
-            self.deadline = trio.current_time() + call.timeout_ms / 1000
+            self.deadline = now + call.timeout_ms / 1000
         self.on_cancel: Callable[[], None] | None = None
         """For a call that an `Inline` keeps to answer later: called once, synchronously, when nobody
         wants the answer any more. (A handler's task is cancelled besides.)"""

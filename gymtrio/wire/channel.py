@@ -43,12 +43,11 @@ from gymtrio.wire.events import (
     Welcomed,
 )
 from gymtrio.wire.handlers import HandlerTasks
+from gymtrio.wire.handshake import RECEIVE_BYTES, shake_hands
 from gymtrio.wire.messages import Hello
 from gymtrio.wire.outgoing import Mark
 from gymtrio.wire.tables import Role
 
-RECEIVE_BYTES: Final = 64 * 2**10
-"""What is taken in one turn of the loop: some two thousand of the shortest calls."""
 DEFAULT_LIMITS: Final = ChannelLimits()
 GOODBYE_S: Final = 0.5
 """How long a peer may take to read why its connection ends, or to say it."""
@@ -105,6 +104,8 @@ class Channel:
         """For the calls of this channel only."""
         self._theirs: dict[int, IncomingCall] = {}
         """Calls with a handler's task, or kept by an `Inline` to be answered later."""
+        self._heard_at = trio.current_time()
+        """When the last bytes of the peer came."""
         self._writer: trio.lowlevel.Task | None = None
         """The writer's task while it has nothing to send."""
         self._is_sending = False
@@ -252,6 +253,7 @@ class Channel:
                 data = await self._stream.receive_some(RECEIVE_BYTES)
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 data = b""
+            self._heard_at = trio.current_time()
             events = self.dialogue.receive_data(data) if data else self.dialogue.receive_eof()
             for event in events:
                 _DISPATCH[type(event)](self, event)
@@ -331,7 +333,7 @@ class Channel:
     # --- events ---------------------------------------------------------------------------------
 
     def _on_called(self, event: Called) -> None:
-        call = IncomingCall(self, event.call, event.control)
+        call = IncomingCall(self, event.call, event.control, self._heard_at)
         if self._inline is not None:
             try:
                 is_taken = self._inline(call)
@@ -512,7 +514,7 @@ async def open_channel(
     """
     dialogue = Dialogue(Role(role), me, limits, token=token, token_required=token_required)
     try:
-        welcomed, *events = await _shake_hands(stream, dialogue, limits)
+        welcomed, *events = await shake_hands(stream, dialogue, limits)
         assert isinstance(welcomed, Welcomed)
         peer = PeerInfo(
             role=welcomed.peer.role,
@@ -528,31 +530,3 @@ async def open_channel(
             await channel.flush()
     finally:
         await trio.aclose_forcefully(stream)
-
-
-async def _shake_hands(
-    stream: trio.abc.Stream, dialogue: Dialogue, limits: ChannelLimits
-) -> list[Event]:
-    with trio.move_on_after(limits.handshake_timeout_s):
-        events: list[Event] = []
-        while not events:
-            await _send(stream, dialogue)
-            try:
-                data = await stream.receive_some(RECEIVE_BYTES)
-            except (trio.BrokenResourceError, trio.ClosedResourceError):
-                data = b""
-            events = dialogue.receive_data(data) if data else dialogue.receive_eof()
-        if not isinstance(events[0], Ended):
-            return events
-        ended = events[0]
-        await _send(stream, dialogue)
-        raise ChannelLost(f"no handshake: {shown(ended.code)}: {shown(ended.detail)}")
-    raise ChannelLost(f"no handshake within {limits.handshake_timeout_s:g} s")
-
-
-async def _send(stream: trio.abc.Stream, dialogue: Dialogue) -> None:
-    if dialogue.has_data_to_send:
-        try:
-            await stream.send_all(dialogue.data_to_send().data)
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
-            pass

@@ -6,6 +6,8 @@ import json
 import math
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from enum import Enum, IntEnum
 from typing import Any
 from uuid import UUID
@@ -15,7 +17,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gymtrio.json_text import dump_json, load_json
+from gymtrio.json_text import (
+    dump_ascii_json,
+    dump_finite_json,
+    dump_json,
+    is_as_written,
+    load_json,
+)
 
 FLOATS = st.one_of(
     st.sampled_from((math.nan, math.inf, -math.inf, -0.0, 5e-324, 1.7976931348623157e308)),
@@ -27,7 +35,7 @@ TEXTS = st.text(st.characters())
 ATOMS = st.one_of(
     st.none(), st.booleans(), st.integers(), st.integers(-(2**80), 2**80), FLOATS, TEXTS
 )
-KEYS = st.one_of(TEXTS, TEXTS, TEXTS, st.none(), st.booleans(), st.integers())
+KEYS = st.one_of(TEXTS, TEXTS, TEXTS, st.none(), st.booleans(), st.integers(), FLOATS)
 VALUES = st.recursive(
     ATOMS,
     lambda inner: (
@@ -158,37 +166,89 @@ class Word(str):
     __slots__ = ()
 
 
+class Words(list[str]):
+    pass
+
+
 @attrs.frozen
 class Point:
     x: float
 
 
-@pytest.mark.parametrize("beside", [None, math.nan], ids=["quick", "exact"])
+@dataclass
+class Place:
+    x: float
+
+
+@pytest.mark.parametrize("beside", [(), (None,), (math.nan,)], ids=["alone", "null", "NaN"])
 @pytest.mark.parametrize(
     ("value", "text"),
     [
         (Colour.RED, '"red"'),
         (Level.LOW, "1"),
         (Word("w"), '"w"'),
+        (Words("w"), '["w"]'),
         (UUID(int=1), '"00000000-0000-0000-0000-000000000001"'),
-        (b"ab", '"YWI="'),
-        (Point(0.5), '{"x":0.5}'),
-        (Point(math.nan), '{"x":NaN}'),
     ],
     ids=lambda given: repr(given)[:12],
 )
-def test_what_json_lacks_is_written_alike_whoever_writes_the_rest(
-    value: object, text: str, beside: float | None
+def test_what_json_lacks_is_written_alike_whoever_writes(
+    value: object, text: str, beside: tuple[float | None, ...]
 ) -> None:
-    other = "null" if beside is None else "NaN"
-    assert dump_json([value, beside]).decode() == f"[{text},{other}]"
-    if text != '{"x":NaN}':
-        assert dump_json([value]).decode() == f"[{text}]"
+    rest = "".join(",null" if each is None else ",NaN" for each in beside)
+    assert dump_json([value, *beside]).decode() == f"[{text}{rest}]"
 
 
-def test_what_nobody_can_write_is_refused() -> None:
+@pytest.mark.parametrize("beside", [(), (None,), (math.nan,)], ids=["alone", "null", "NaN"])
+@pytest.mark.parametrize(
+    "value",
+    [object(), {"a": {(1, 2): 3}}, {1, 2}, b"ab", Point(0.5), Place(0.5), datetime.now(UTC)],
+    ids=lambda given: type(given).__name__,
+)
+def test_what_is_not_json_is_refused(value: object, beside: tuple[float | None, ...]) -> None:
+    for dump in (dump_json, dump_finite_json, dump_ascii_json):
+        with pytest.raises(TypeError):
+            dump([value, *beside])
+
+
+def test_a_ring_is_refused() -> None:
     ring: list[object] = []
     ring.append(ring)
-    for value in (object(), {"a": {(1, 2): 3}}, [None, object()], ring):
-        with pytest.raises((TypeError, ValueError)):
-            dump_json(value)
+    with pytest.raises(ValueError, match="Circular"):
+        dump_json(ring)
+
+
+def test_ascii_has_no_line_ends_of_any_reader() -> None:
+    value = {"a": "\u2028\x85\x1e\r\né", "b": None}
+    assert len(dump_ascii_json(value).decode("ascii").splitlines()) == 1
+    assert load_json(dump_ascii_json(value)) == load_json(dump_json(value)) == value
+
+
+@given(VALUES)
+def test_a_text_that_is_as_written_has_no_key_twice(value: object) -> None:
+    text = outcome(dump_finite_json, value)[1]
+    if isinstance(text, bytes) and is_as_written(text, load_json(text)):
+        json.loads(text, object_pairs_hook=unique)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"a":1,"a":1}',
+        b'{"a":1e2,"a":1}',
+        b'{"a":1.0e1,"a":10.0}',
+        b'{"a":"\\u0041","a":"A"}',
+        b'[{"b":{"a":null,"a":null}}]',
+        b'{"a":1 }',
+        b"NaN",
+        b'"\\ud800"',
+    ],
+)
+def test_other_texts_are_not_as_written(text: bytes) -> None:
+    assert not is_as_written(text, load_json(text))
+
+
+def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    made = dict(pairs)
+    assert len(made) == len(pairs)
+    return made

@@ -7,7 +7,6 @@ nothing.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TypeAlias
@@ -18,6 +17,7 @@ from gymtrio.checkpoint.access import presents_token
 from gymtrio.checkpoint.control import Control
 from gymtrio.checkpoint.dispatch import perform, read_request
 from gymtrio.errors import NotFound, Refusal, TooLarge, Unauthorized
+from gymtrio.json_text import dump_finite_json
 from gymtrio.limits import CONTROL_BODY_BYTES_MAX
 from gymtrio.wire.control import CONTROL_PREFIX, STATUS, reply_to_plain
 
@@ -33,9 +33,9 @@ def control_blueprint(control: Control, is_token: Callable[[str], bool]) -> Blue
 async def serve_control(control: Control, operation: str, body: bytes) -> bytes:
     """Serve one control call; see `ServeControl`."""
     if operation == STATUS:
-        return _dump(reply_to_plain(control.status()))
+        return dump_finite_json(reply_to_plain(control.status()))
     message = await read_request(operation, body)
-    return _dump(reply_to_plain(await perform(control, operation, message)))
+    return dump_finite_json(reply_to_plain(await perform(control, operation, message)))
 
 
 def serving_blueprint(serve: ServeControl, is_token: Callable[[str], bool]) -> Blueprint:
@@ -101,12 +101,7 @@ def refuse(refusal: Refusal) -> Response:
 
 
 def _json(value: object, status: int = 200) -> Response:
-    return _respond(_dump(value), status)
-
-
-def _dump(value: object) -> bytes:
-    # Not Quart's provider: it sorts keys and may emit what is not ASCII.
-    return json.dumps(value, separators=(",", ":")).encode("ascii")
+    return _respond(dump_finite_json(value), status)
 
 
 def _respond(body: bytes, status: int = 200) -> Response:

@@ -21,10 +21,10 @@ from typing import Final
 
 import trio
 
-GC_THRESHOLDS: Final = (5_000, 1, 26_000)
-"""A collection stops the loop for 0.2 to 0.7 us per object that it looks at, and longer for frames of
-tasks: 4 ms for the young ones, twice that for the middle ones (STO-5). A full one is made rare, one in
-two hundred million objects."""
+GC_THRESHOLDS: Final = (2_000, 1, 65_000)
+"""A collection stops the loop for 0.2 to 0.7 us per object that it looks at, and for several where it
+finds tasks that have ended: 2 to 6 ms for the young ones, twice that for the middle ones (STO-5). A
+full one is made rare, one in two hundred million objects."""
 
 SET_ASIDE_S: Final = 0.05
 """Thousands of episodes that park or go on make 150,000 objects in a fifth of a second: what a

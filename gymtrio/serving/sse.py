@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from gymtrio.json_text import dump_json
+from gymtrio.json_text import dump_ascii_json
 
 DONE_DATA: Final = b"[DONE]"
 """The data of the event that ends a stream of chat completions."""
@@ -22,7 +22,7 @@ class EventTooLong(ValueError):
 def encode_event(value: object, name: str | None = None) -> bytes:
     """One event; JSON in ASCII has no line break that would end it early."""
     head = b"" if name is None else b"event: " + name.encode("ascii") + b"\n"
-    return head + b"data: " + dump_json(value) + b"\n\n"
+    return head + b"data: " + dump_ascii_json(value) + b"\n\n"
 
 
 class SseDecoder:

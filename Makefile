@@ -12,6 +12,7 @@
 #   make simulate  the real servers under simulated faults    (SEEDS=2000)
 #   make spin      the model of the protocol, every state; needs spin and gcc
 #   make cuts      200 cuts at every place of a generation, each compared with the uncut one
+#   make vllm      cuts of a vLLM server's generations        (URL=http://localhost:8000)
 #   make nightly   the property tests with 100,000 examples each: hours
 #   make lock      pin what the registry has now for this Python
 #   make clean     remove the environment and every cache
@@ -40,7 +41,7 @@ ENVIRONMENT := $(VENV)/.environment-$(VERSION)
 DEMO_INSTALLED := $(VENV)/.demo-$(VERSION)
 DEV_INSTALLED := $(VENV)/.dev-$(VERSION)
 
-.PHONY: test coverage demo lint format bench bench-transport simulate spin cuts nightly lock clean python
+.PHONY: test coverage demo lint format bench bench-transport simulate spin cuts vllm nightly lock clean python
 
 test: lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -76,6 +77,10 @@ spin: $(DEV_INSTALLED)
 
 cuts: $(DEV_INSTALLED)
 	GYMTRIO_CUTS=200 $(BIN)/python -m pytest --timeout=0 tests/servers/model/test_cut_fidelity.py $(PYTEST_ARGS)
+
+vllm: $(DEV_INSTALLED)
+	GYMTRIO_VLLM_URL=$(or $(URL),http://localhost:8000) $(BIN)/python -m pytest --timeout=0 -k vllm \
+	  tests/servers/model/test_policy_over_stock_engine.py $(PYTEST_ARGS)
 
 nightly: $(DEV_INSTALLED)
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m hypothesis --timeout=0 $(PYTEST_ARGS)

@@ -19,16 +19,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from enum import Enum
 from typing import Final
 
 import attrs
 
+from gymtrio.capture.storable import check_storable
 from gymtrio.capture.tokens import StagingKey
 from gymtrio.errors import GymtrioError, Refusal
 from gymtrio.ids import CaptureKey, CheckpointId, EpisodeId
-from gymtrio.strict import unstructure
+from gymtrio.strict import MalformedValue, unstructure
 
 CUT_ROUTE: Final = "/ng-control/v1/generation-cut"
 ENGINE_ROUTE: Final = "/ng-control/v1/engine"
@@ -38,6 +40,7 @@ EXTENSION_KEY: Final = "gymtrio"
 NOTHING_GENERATED: Final = "nothing generated yet"
 """The `failure` of a call that waits or reads its prompt: nothing is lost, so it is not counted as a
 cut that failed."""
+_SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
 
 class CutRefused(GymtrioError):
@@ -282,21 +285,34 @@ def _check_evidence(entry: PrefixAcknowledgement) -> None:
         entry.policy_version,
         entry.engine_digest,
     )
+    ended = (entry.terminal_finish_reason, entry.terminal_stop_reason)
     where = f"ticket {entry.ticket_id}"
     if entry.disposition is Disposition.DURABLE_FAILURE:
-        if any(part is not None for part in evidence) or entry.staging_keys:
+        if any(part is not None for part in (*evidence, *ended)) or entry.staging_keys:
             raise CutRefused(f"{where}: a failure that carries evidence")
         return
     if any(part is None for part in evidence) or not entry.staging_keys:
         raise CutRefused(f"{where}: a durable prefix without all its evidence")
     assert entry.prefix_token_count is not None
+    assert entry.prefix_digest is not None
     assert entry.effective_output_limit is not None
     if len(set(entry.staging_keys)) != len(entry.staging_keys):
         raise CutRefused(f"{where}: a staging key twice")
-    if entry.prefix_token_count < 0 or entry.effective_output_limit < 1:
+    limit = entry.effective_output_limit
+    if limit < 1 or not 0 <= entry.prefix_token_count <= limit:
         raise CutRefused(f"{where}: counts out of range")
-    if entry.cut_kind is CutKind.TERMINAL_COMPLETION and entry.terminal_finish_reason is None:
-        raise CutRefused(f"{where}: a completion without its finish reason")
+    if not _SHA256.fullmatch(entry.prefix_digest):
+        raise CutRefused(f"{where}: the digest of the prefix is none")
+    if entry.cut_kind is CutKind.TERMINAL_COMPLETION:
+        if entry.terminal_finish_reason is None:
+            raise CutRefused(f"{where}: a completion without its finish reason")
+    elif any(part is not None for part in ended):
+        # It would be answered as a whole generation.
+        raise CutRefused(f"{where}: a call that goes on and has ended")
+    try:
+        check_storable(entry)
+    except MalformedValue as error:
+        raise CutRefused(f"{where}: {error}") from None
 
 
 def continuation_of(entry: PrefixAcknowledgement) -> Continuation:

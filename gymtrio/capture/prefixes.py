@@ -168,9 +168,7 @@ def join_prefix(
         raise ContinuationRefused("the records are not those of the continuation's staging keys")
     if not records or records[0].prompt_token_ids != tuple(prompt_token_ids):
         raise ContinuationRefused("the prefix belongs to another prompt")
-    rollout_id = parse_capture_key(continuation.source_capture_key).rollout_id
-    if any(parse_capture_key(record.capture_key).rollout_id != rollout_id for record in records):
-        raise ContinuationRefused("the prefix belongs to another rollout")
+    _check_lineage(continuation, records)
     token_ids = tuple(t for record in records for t in record.token_ids)
     oldest = min(record.policy_version for record in records)
     if len(token_ids) != continuation.prefix_token_count:
@@ -188,3 +186,17 @@ def join_prefix(
         staging_keys=continuation.staging_keys,
         policy_version=oldest,
     )
+
+
+def _check_lineage(continuation: Continuation, records: Sequence[TokenRecord]) -> None:
+    """The chunks are of calls that the source call went on from, and the last, if new, is its own."""
+    source = parse_capture_key(continuation.source_capture_key)
+    made_by = [parse_capture_key(record.capture_key) for record in records]
+    if any(each.rollout_id != source.rollout_id for each in made_by):
+        raise ContinuationRefused("the prefix belongs to another rollout")
+    attempts = [each.attempt for each in made_by]
+    if attempts != sorted(attempts) or attempts[-1] > source.attempt:
+        raise ContinuationRefused("the prefix has tokens of a later attempt than its source")
+    own = continuation.source_model_call_id
+    if attempts[-1] == source.attempt and records[-1].model_call_id != own:
+        raise ContinuationRefused("the prefix belongs to another call than its source")

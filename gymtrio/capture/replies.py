@@ -14,6 +14,8 @@ from typing import Any, Final
 import attrs
 
 from gymtrio.capture.cuts import EXTENSION_KEY, ReplyExtension
+from gymtrio.capture.storable import check_storable
+from gymtrio.capture.tokens import TOKEN_ID_MAX
 from gymtrio.errors import GymtrioError
 from gymtrio.strict import MalformedValue, structure, unstructure
 
@@ -22,8 +24,8 @@ TOKEN_IDS: Final = "generation_token_ids"
 LOG_PROBS: Final = "generation_log_probs"
 TOKEN_FIELDS: Final = (PROMPT_IDS, TOKEN_IDS, LOG_PROBS)
 
-_IDS: Final[frozenset[type]] = frozenset({int})
-_LOG_PROBS: Final[frozenset[type]] = frozenset({float, int})
+_INTEGERS: Final[frozenset[type]] = frozenset({int})
+_NUMBERS: Final[frozenset[type]] = frozenset({float, int})
 
 
 class Route(Enum):
@@ -85,26 +87,38 @@ def read_tokens(route: Route, reply: dict[str, object]) -> CallTokens:
     """
     carrier = token_carrier(route, reply)
     return CallTokens(
-        prompt_token_ids=tuple(_numbers(carrier, PROMPT_IDS, _IDS)),
-        token_ids=tuple(_numbers(carrier, TOKEN_IDS, _IDS)),
-        log_probs=tuple(map(float, _numbers(carrier, LOG_PROBS, _LOG_PROBS))),
+        prompt_token_ids=_token_ids(carrier, PROMPT_IDS),
+        token_ids=_token_ids(carrier, TOKEN_IDS),
+        log_probs=_log_probs(carrier, LOG_PROBS),
     )
 
 
-def _numbers(carrier: dict[str, object], name: str, types: frozenset[type]) -> list[Any]:
+def _token_ids(carrier: dict[str, object], name: str) -> tuple[int, ...]:
+    values = _list(carrier, name, _INTEGERS)
+    if values and not (min(values) >= 0 and max(values) <= TOKEN_ID_MAX):
+        raise MalformedReply(f"{name}: not all of them are token ids")
+    return tuple(values)
+
+
+def _log_probs(carrier: dict[str, object], name: str) -> tuple[float, ...]:
+    values = _list(carrier, name, _NUMBERS)
+    try:
+        finite = all(map(math.isfinite, values))
+    except OverflowError:
+        # An integer beyond the range of a double.
+        finite = False
+    if not finite:
+        raise MalformedReply(f"{name}: not finite")
+    return tuple(map(float, values))
+
+
+def _list(carrier: dict[str, object], name: str, types: frozenset[type]) -> list[Any]:
     """Check a list at the speed of its length: a long generation must not stall the loop."""
     if name not in carrier:
         raise MalformedReply(f"{name}: missing")
     values = carrier[name]
     if not isinstance(values, list) or not set(map(type, values)) <= types:
         raise MalformedReply(f"{name}: not a list of {'/'.join(sorted(t.__name__ for t in types))}")
-    try:
-        finite = types is not _LOG_PROBS or all(map(math.isfinite, values))
-    except OverflowError:
-        # An integer beyond the range of a double.
-        finite = False
-    if not finite:
-        raise MalformedReply(f"{name}: not finite")
     return values
 
 
@@ -132,9 +146,13 @@ def take_extension(reply: dict[str, object]) -> ReplyExtension:
     if EXTENSION_KEY not in reply:
         raise MalformedReply(f"a reply without {EXTENSION_KEY!r}: the backend is not a native one")
     try:
-        return structure(ReplyExtension, reply.pop(EXTENSION_KEY))
+        extension = structure(ReplyExtension, reply.pop(EXTENSION_KEY))
+        check_storable(extension)
     except MalformedValue as error:
         raise MalformedReply(f"{EXTENSION_KEY}.{error}") from None
+    if extension.effective_output_limit < 1:
+        raise MalformedReply(f"{EXTENSION_KEY}.effective_output_limit: out of range")
+    return extension
 
 
 def put_extension(reply: dict[str, object], extension: ReplyExtension) -> None:

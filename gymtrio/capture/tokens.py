@@ -6,7 +6,7 @@ staging key only, so that checkpoints stay small and a trainer can plug in its o
 
 from __future__ import annotations
 
-from typing import NewType, Protocol
+from typing import Final, NewType, Protocol
 
 import attrs
 
@@ -14,6 +14,9 @@ from gymtrio.errors import GymtrioError
 from gymtrio.ids import CaptureKey
 
 StagingKey = NewType("StagingKey", str)
+
+TOKEN_ID_MAX: Final = 2**32 - 1
+"""No vocabulary is larger, and a store keeps an id in 32 bits."""
 
 
 class TokensMissing(GymtrioError):

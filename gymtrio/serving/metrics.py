@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from gymtrio.checkpoint.control import Control
 from gymtrio.episodes.admission import Admission
+from gymtrio.participants.policy.participant import NOT_CONTINUED_FIELD
 from gymtrio.serving.client import Lane
 from gymtrio.serving.pool import PoolStatistics
 from gymtrio.wire.control import CONTROL_PREFIX, REQUESTS, Phase
@@ -194,6 +195,16 @@ class ServerMetrics(Collector):
         for outcome, count in self._counted.cuts.items():
             cuts.add_metric([outcome], count)
         yield cuts
+        told = status.extra.get(NOT_CONTINUED_FIELD)
+        if isinstance(told, dict):
+            not_continued = CounterMetricFamily(
+                "gymtrio_generation_cuts_not_continued",
+                "Calls generated from their beginning although their episode had a restored cut.",
+                labels=["reason"],
+            )
+            for reason, count in told.items():
+                not_continued.add_metric([reason], count)
+            yield not_continued
 
 
 def _pool(pool: Callable[[Lane], PoolStatistics]) -> Iterator[Metric]:

@@ -144,8 +144,28 @@ def whole(**changes: Any) -> CutReceipt:
         (whole(staging_keys=(StagingKey("a"), StagingKey("a"))), "twice"),
         (whole(prefix_token_count=-1), "out of range"),
         (whole(effective_output_limit=0), "out of range"),
+        (whole(effective_output_limit=6), "out of range"),
+        (whole(prefix_digest="0"), "the digest of the prefix is none"),
+        (whole(prefix_digest="A" * 64), "the digest of the prefix is none"),
         (whole(cut_kind=CutKind.TERMINAL_COMPLETION), "finish reason"),
+        (whole(terminal_finish_reason=TerminalReason.STOP), "goes on and has ended"),
+        (whole(terminal_stop_reason="."), "goes on and has ended"),
+        (whole(policy_version=-1), "policy_version: out of range"),
+        (whole(policy_version=2**63), "policy_version: out of range"),
+        (whole(effective_output_limit=2**70), "effective_output_limit: out of range"),
+        (whole(engine_digest="\ud800"), "engine_digest: not a text"),
+        (whole(staging_keys=(StagingKey("a"), StagingKey("\ud800"))), "staging_keys: not a text"),
         (whole(disposition=Disposition.DURABLE_FAILURE), "carries evidence"),
+        (
+            receipt(
+                attrs.evolve(
+                    acknowledge_failure(active(1), "no"),
+                    terminal_finish_reason=TerminalReason.STOP,
+                ),
+                acknowledgement(2),
+            ),
+            "carries evidence",
+        ),
     ],
 )
 def test_a_receipt_that_does_not_hold_is_refused_whole(wrong: CutReceipt, why: str) -> None:
@@ -206,6 +226,19 @@ def continues(**changes: Any) -> Continuation:
         (CONTINUATION, RECORDS[::-1], PROMPT, "staging keys"),
         (CONTINUATION, RECORDS, (5, 6), "another prompt"),
         (continues(source_capture_key=CaptureKey("s")), RECORDS, PROMPT, "another rollout"),
+        (continues(source_model_call_id="m9"), RECORDS, PROMPT, "another call than its source"),
+        (
+            CONTINUATION,
+            [RECORDS[0], attrs.evolve(RECORDS[1], capture_key=CaptureKey("r-a1"))],
+            PROMPT,
+            "a later attempt than its source",
+        ),
+        (
+            continues(source_capture_key=CaptureKey("r-a2")),
+            [attrs.evolve(RECORDS[0], capture_key=CaptureKey("r-a2")), RECORDS[1]],
+            PROMPT,
+            "a later attempt than its source",
+        ),
         (continues(prefix_token_count=8), RECORDS, PROMPT, "7 tokens are staged, 8"),
         (continues(prefix_digest="0"), RECORDS, PROMPT, "not those that were cut"),
         (continues(policy_version=4), RECORDS, PROMPT, "another policy version"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import attrs
 import pytest
 
 from gymtrio.capture.cuts import ReplyExtension, TerminalReason
@@ -76,6 +77,9 @@ def test_a_reply_without_one_message_carries_no_tokens(route: Route, reply: Any)
         {"generation_token_ids": [3, "4"]},
         {"generation_token_ids": [3, 4.5]},
         {"generation_token_ids": [3, True]},
+        {"generation_token_ids": [3, -1]},
+        {"generation_token_ids": [3, 2**32]},
+        {"prompt_token_ids": [2**70]},
     ],
 )
 def test_tokens_that_are_not_aligned_numbers_are_refused(changes: dict[str, Any]) -> None:
@@ -97,3 +101,23 @@ def test_the_extension_is_taken_out() -> None:
         take_extension(reply)
     with pytest.raises(MalformedReply, match="gymtrio.policy_version"):
         take_extension({"gymtrio": {"policy_version": "2"}})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"policy_version": 2**63},
+        {"policy_version": -1},
+        {"effective_output_limit": 2**70},
+        {"effective_output_limit": 0},
+        {"continued_token_count": -1},
+        {"engine_digest": "\ud800"},
+        {"stop_reason": "\udfff"},
+    ],
+)
+def test_an_extension_that_no_checkpoint_can_hold_is_refused(changes: dict[str, Any]) -> None:
+    """CUT-7: else it would fail the commit, which is everybody's."""
+    reply = chat()
+    put_extension(reply, attrs.evolve(SAID, **changes))
+    with pytest.raises(MalformedReply, match=next(iter(changes))):
+        take_extension(reply)

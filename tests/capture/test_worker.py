@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -16,6 +17,7 @@ from gymtrio.capture.cuts import (
     TerminalReason,
     digest_tokens,
 )
+from gymtrio.capture.log_store import open_log_store
 from gymtrio.capture.memory_store import MemoryTokenStore
 from gymtrio.capture.tokens import StagingKey, TokenRecord
 from gymtrio.capture.worker import (
@@ -27,6 +29,7 @@ from gymtrio.capture.worker import (
     TokenCapture,
 )
 from gymtrio.ids import CaptureKey
+from gymtrio.ports import HostRandomness
 
 PROMPT = (7, 8)
 
@@ -166,6 +169,7 @@ async def test_the_mask_of_a_prefix_is_kept() -> None:
         ({"prefix_token_count": 2}, "3 tokens are staged, 2 were cut"),
         ({"source_capture_key": CaptureKey("other")}, "another rollout"),
         ({"source_capture_key": CaptureKey("-")}, "rollout"),
+        ({"source_model_call_id": "other"}, "another call than its source"),
         ({"policy_version": 3}, "another policy version"),
         ({"policy_version": 5}, "newer than 4"),
         ({"engine_digest": "other"}, "another engine"),
@@ -210,6 +214,20 @@ async def test_a_worker_without_a_store_continues_nothing() -> None:
     capture = TokenCapture(None, engine_digest="build", policy_version=lambda: 4, records_max=3)
     with pytest.raises(ContinuationRefused, match="no token store"):
         await capture.begin_call(extension(), prompt_token_ids=PROMPT, generation_cut=cut)
+
+
+async def test_a_store_that_is_down_refuses_the_continuation_and_not_the_call(
+    tmp_path: Path,
+) -> None:
+    """CUT-7, CUT-8: the same call without it begins."""
+    cut = await Worker().cut_of(3)
+    async with open_log_store(tmp_path, randomness=HostRandomness()) as store:
+        pass
+    capture = TokenCapture(store, engine_digest="build", policy_version=lambda: 4, records_max=3)
+    with pytest.raises(ContinuationRefused, match="the token store is closed"):
+        await capture.begin_call(extension(), prompt_token_ids=PROMPT, generation_cut=cut)
+    assert len(capture) == 0
+    await capture.begin_call(extension(), prompt_token_ids=PROMPT)
 
 
 async def test_completion_is_claimed_for_a_valid_record_only() -> None:

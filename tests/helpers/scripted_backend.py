@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from typing import Any, Final
 
 import attrs
@@ -16,6 +17,7 @@ import trio
 from gymtrio.capture.cuts import (
     EXTENSION_KEY,
     NOTHING_GENERATED,
+    ActivePrefix,
     CallExtension,
     ContinuationRefused,
     CutInventory,
@@ -35,7 +37,13 @@ from gymtrio.capture.prefixes import (
     make_chunk,
 )
 from gymtrio.capture.replies import CallTokens, Route, put_extension, write_tokens
-from gymtrio.capture.tokens import StagingKey, TokensDamaged, TokensMissing, TokenStore
+from gymtrio.capture.tokens import (
+    StagingKey,
+    TokensDamaged,
+    TokensMissing,
+    TokenStore,
+    TokenStoreFailed,
+)
 from gymtrio.episodes.signal import Signal
 from gymtrio.errors import PeerRefused, TransportError
 from gymtrio.participants.policy.calls import BackendReply
@@ -118,10 +126,12 @@ class ScriptedBackend:
         self.cut_deadlines: list[float] = []
         self.arrived = Signal()
         self.cut_mode = "honest"
-        """Or: never, unreachable, refused, incomplete, twice, other inventory, other checkpoint,
+        """Or: never, late, unreachable, refused, incomplete, twice, other inventory, other checkpoint,
         other call, no evidence, failure with evidence, each fails, fault."""
         self.fail_cuts_over: int | None = None
         """Refuse inventories of more calls."""
+        self.why_each_fails: Callable[[ActivePrefix], str] | None = None
+        """Gives the reason for which a call of an inventory is not cut."""
         self.describe_mode = "honest"
 
     async def wait_live(self, count: int = 1) -> list[LiveCall]:
@@ -177,7 +187,7 @@ class ScriptedBackend:
         )
         try:
             records = [await self.store.get(key) for key in continuation.staging_keys]
-        except (TokensMissing, TokensDamaged) as error:
+        except (TokensMissing, TokensDamaged, TokenStoreFailed) as error:
             raise ContinuationRefused(str(error)) from error
         call.prefix = join_prefix(continuation, records, call.prompt)
         call.token_ids = call.prefix.token_ids
@@ -233,6 +243,8 @@ class ScriptedBackend:
         check_inventory(inventory)
         if self.cut_mode == "never":
             await trio.sleep_forever()
+        if self.cut_mode == "late":
+            await trio.sleep_until(deadline + 0.1)
         if self.cut_mode == "unreachable":
             raise TransportError("engine: connection refused")
         if self.fail_cuts_over is not None and len(inventory.active_prefixes) > self.fail_cuts_over:
@@ -247,6 +259,8 @@ class ScriptedBackend:
             call = by_id.get(asked.model_call_id)
             if call is None:
                 entries.append(acknowledge_failure(asked, "no such call"))
+            elif self.why_each_fails is not None:
+                entries.append(acknowledge_failure(asked, self.why_each_fails(asked)))
             elif self.cut_mode == "each fails":
                 entries.append(acknowledge_failure(asked, "the disk is full"))
             elif not call.token_ids:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from trio.testing import memory_stream_pair, wait_all_tasks_blocked
 
 from gymtrio.capture.cuts import CUT_ROUTE, ENGINE_ROUTE, CutInventory
 from gymtrio.capture.log_store import LogTokenStore, open_log_store
-from gymtrio.capture.replies import Route
+from gymtrio.capture.replies import LOG_PROBS, Route, token_carrier
 from gymtrio.capture.tokens import StagingKey
 from gymtrio.context import AsgiApp, RolloutContext
 from gymtrio.errors import NotFound, SettingsError
@@ -26,7 +27,7 @@ from gymtrio.serving.client import Reply, ServerClient
 from gymtrio.serving.connection import Connection, HttpLimits, Shared
 from gymtrio.serving.deployment import Deployment, DeploymentDirectory, ServerEntry
 from gymtrio.serving.host import HostPorts, Service, ServiceHost
-from gymtrio.serving.http import Request, Response, json_response
+from gymtrio.serving.http import Handler, Request, Response, json_response
 from gymtrio.serving.inprocess import open_network
 from gymtrio.serving.ledger_route import LEDGER_ROUTE
 from gymtrio.serving.model_server import ModelSettings
@@ -59,7 +60,11 @@ class EngineOverHttp:
         """Replies lack what engines leave out, and are not native."""
         self.answer: Response | None = None
         """Given to every call instead of a generation."""
+        self.carried: dict[str, object] = {}
+        """Said in replies where they carry their tokens, in place of what is true."""
         self.describes = True
+        self.cut: Handler | None = None
+        """Answers inventories instead of the backend."""
 
     def app(self) -> ServerApp[NoSettings]:
         @asynccontextmanager
@@ -90,10 +95,14 @@ class EngineOverHttp:
         if self.bare:
             for name in ("object", "created", "created_at", "model", "tools", "tool_choice"):
                 reply.body.pop(name, None)
+        if self.carried:
+            token_carrier(Route(request.path), reply.body).update(self.carried)
         return json_response(reply.body, reply.status)
 
     async def _cut(self, request: Request) -> Response:
         self.requests.append(request)
+        if self.cut is not None:
+            return await self.cut(request)
         inventory = structure(CutInventory, request.json())
         return json_response(unstructure(await self.backend.cut(inventory, deadline=0)))
 
@@ -112,6 +121,7 @@ class Running:
     clock: FollowingClock
     archive: MemoryArchive
     store: LogTokenStore
+    name: str = "policy"
 
     async def ask(
         self,
@@ -122,13 +132,13 @@ class Running:
         headers: Any = (),
     ) -> Reply:
         return await self.client.request(
-            "policy", "POST", route.value, json=body, context=context, headers=headers
+            self.name, "POST", route.value, json=body, context=context, headers=headers
         )
 
     async def control(self, operation: str, **fields: Any) -> dict[str, Any]:
         body = {"checkpoint_id": "c1", "deadline_ts": self.clock.now_s() + 10, **fields}
         reply = await self.client.request(
-            "policy",
+            self.name,
             "POST",
             f"{CONTROL_PREFIX}/{operation}",
             json=body,
@@ -293,6 +303,69 @@ async def test_an_engine_that_answers_something_else_is_told_of_in_the_callers_d
         refused: Any = (await server.ask(asked, route=route)).json()
         assert refused["error"]["message"] == "no"
         assert (refused.get("type") == "error") is (route is Route.MESSAGES)
+
+
+ODD_LOG_PROBS: dict[str, object] = {
+    "nan": [-1.0] * 19 + [math.nan],
+    "infinite": [-math.inf] + [-1.0] * 19,
+    "beyond a double": [-(10**400)] + [-1.0] * 19,
+    "null": [-1.0] * 19 + [None],
+    "text": ["-1.0"] * 20,
+    "true": [True] * 20,
+    "too few": [-1.0] * 19,
+    "too many": [-1.0] * 21,
+    "none": [],
+    "no list": {"0": -1.0},
+    "nothing": None,
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", [Route.CHAT, Route.RESPONSES, Route.MESSAGES])
+async def test_odd_log_probs_are_the_engines_fault(
+    tmp_path: Path, route: Route, stream: bool
+) -> None:
+    """I25, CUT-7: 502 that says so, never a 500; no row of it is kept, and the next call is served."""
+    asked = {**HELLO, **INPUT, "max_tokens": 20, "stream": stream}
+    async with running(tmp_path) as server:
+        server.engine.backend.at_once = True
+        for odd, log_probs in ODD_LOG_PROBS.items():
+            server.engine.carried = {LOG_PROBS: log_probs}
+            reply = await server.ask(asked, context=R, route=route)
+            value: Any = reply.json()
+            assert (reply.status, value["error"]["code"]) == (502, "backend_failed"), odd
+            assert "log" in value["error"]["message"], odd
+        server.engine.carried = {}
+        assert (await server.ask(asked, context=R, route=route)).status == 200
+        rows: Any = await server.client.request(
+            "policy", "GET", f"{LEDGER_ROUTE}/r", headers=(("authorization", BEARER),), context=None
+        )
+        assert len(rows.json()["rows"]) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", [Route.CHAT, Route.RESPONSES])
+async def test_odd_log_probs_that_nobody_needs_go_through(
+    tmp_path: Path, route: Route, stream: bool
+) -> None:
+    """What an engine said is not judged where no token is kept: of calls on nobody's behalf, and of
+    rollouts of a server that keeps none."""
+    asked = {**HELLO, **INPUT, "stream": stream}
+    entry: dict[str, object] = {"token": "a", "logprob": math.nan, "bytes": None}
+    keeps_none = {
+        "checkpoint_policy": False,
+        "checkpoint_generation_cuts": False,
+        "native_backend": False,
+    }
+    for settings, context in (({}, None), (keeps_none, None), (keeps_none, R)):
+        async with running(tmp_path, **settings) as server:
+            backend = server.engine.backend
+            backend.native, backend.at_once = not settings, True
+            for log_probs in ODD_LOG_PROBS.values():
+                server.engine.carried = {LOG_PROBS: log_probs, "logprobs": {"content": [entry]}}
+                reply = await server.ask(asked, context=context, route=route)
+                assert reply.status == 200
+                assert b"generation_log_probs" in reply.body
 
 
 async def test_a_checkpoint_over_http_cuts_and_a_new_process_continues(

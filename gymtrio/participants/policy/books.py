@@ -17,7 +17,9 @@ several it is the coordinator, and every worker asks it over a link.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
+from enum import Enum
 
 import attrs
 import trio
@@ -31,6 +33,17 @@ from gymtrio.limits import ATTEMPT_MAX
 from gymtrio.participants.policy.keeper import Entered, Entry
 from gymtrio.participants.policy.records import PolicyRecord
 from gymtrio.participants.restored import Restored
+
+
+class NotContinued(Enum):
+    """Why a call was generated from its beginning although its episode had a restored cut (POL-5)."""
+
+    ANOTHER_REQUEST = "another_request"
+    """The cut is of another call; it waits for that one (CUT-5)."""
+    CANNOT = "cannot"
+    """Its decoding is constrained, or its backend does not continue cuts; the cut waits (CUT-6)."""
+    FAILED = "failed"
+    """It went on from the cut, and that failed; the cut is used up (CUT-7)."""
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -57,6 +70,8 @@ class Books:
     def __init__(self) -> None:
         self.ledger = Ledger()
         self.cuts: Restored[CutRecord] = Restored()
+        self.not_continued: Counter[NotContinued] = Counter()
+        """Since the start."""
         self._calls: dict[str, OpenCall] = {}
         self._by_rollout: ByRollout[OpenCall] = ByRollout()
         self._admitted = 0
@@ -82,16 +97,17 @@ class Books:
         if parent_call_id in self._calls:
             self._calls[parent_call_id].heard = True
         self._admitted += 1
-        restored = self.cuts.peek(episode_id) if entry.continues else None
+        restored = self.cuts.peek(episode_id)
+        left_alone = None if restored is None else _why_not(entry, restored)
+        if left_alone is not None:
+            self.not_continued[left_alone] += 1
         call = OpenCall(
             call_id=entry.call_id,
             ordinal=self._admitted,
             episode_id=episode_id,
             request_digest=entry.request_digest,
             owner=owner,
-            claimed=self.cuts.claim(episode_id)
-            if restored is not None and restored.request_digest == entry.request_digest
-            else None,
+            claimed=self.cuts.claim(episode_id) if left_alone is None else None,
         )
         self._calls[call.call_id] = call
         self._by_rollout.add(episode_id, call)
@@ -99,6 +115,7 @@ class Books:
             ordinal=call.ordinal,
             parent_call_id=parent_call_id,
             cut=call.claimed,
+            left_alone=left_alone is not None,
         )
 
     def deliver(self, call_id: str, row: LedgerRow) -> bool:
@@ -120,6 +137,8 @@ class Books:
             self.ledger.take_back(call.episode_id, call_id)
             if call.claimed is not None:
                 self.cuts.give_back(call.episode_id, call.claimed)
+        elif call.claimed is not None and _was_anew(call.row, call.claimed):
+            self.not_continued[NotContinued.FAILED] += 1
         call.ended.set()
 
     def lose(self, owner: Hashable) -> list[EpisodeId]:
@@ -251,6 +270,17 @@ class Books:
         """Free what is kept of rollouts that are finished for good."""
         for rollout_id in rollout_ids:
             self.discard_up_to(EpisodeId(rollout_id, ATTEMPT_MAX))
+
+
+def _why_not(entry: Entry, restored: CutRecord) -> NotContinued | None:
+    if not entry.continues:
+        return NotContinued.CANNOT
+    same = restored.request_digest == entry.request_digest
+    return None if same else NotContinued.ANOTHER_REQUEST
+
+
+def _was_anew(row: LedgerRow, claimed: CutRecord) -> bool:
+    return row.continued_token_count < claimed.continuation.prefix_token_count
 
 
 def merge(read: Iterable[tuple[EpisodeId, PolicyRecord]]) -> dict[EpisodeId, PolicyRecord]:

@@ -346,6 +346,9 @@ class CoordinatedPolicy(BookedParticipant):
         staging_keys = StagingKeys()
         slices = Slices()
         for episode_id in episodes:
+            if self.admission.fences.is_stale(episode_id):
+                # Retired since it was named: its ledger may be gone.
+                continue
             written = shares.staging_keys.get(episode_id)
             record = records[episode_id] = self.books.record_of(
                 episode_id, None, cut_elsewhere=written is not None
@@ -356,7 +359,7 @@ class CoordinatedPolicy(BookedParticipant):
             raise InvalidPhase("no longer ready: " + ", ".join(self.report().blockers))
         export = Export(
             records=(make_record(e, record) for e, record in records.items() if not record.empty),
-            episode_ids=tuple(e.capture_key for e in episodes),
+            episode_ids=tuple(e.capture_key for e in records),
             manifest_fields=engine_field(self._engine),
             reply_fields=staging_keys.reply_fields(),
         )

@@ -36,6 +36,10 @@ fails costs the calls of that part only."""
 INVENTORIES_AT_ONCE_MAX: Final = 4
 """Of the connections that are reserved for control calls."""
 TOO_LATE: Final = "no receipt within half of the time that was left"
+NO_REASON: Final = "the backend gave no reason"
+REASON_CHARACTERS_MAX: Final = 200
+REASONS_LOGGED_MAX: Final = 20
+"""A backend may give each call a reason of its own, as long as it likes."""
 
 
 class CutRound:
@@ -113,7 +117,7 @@ class CutRound:
                     acknowledged = match_receipt(inventory, receipt)
                 failure = None
         except GymtrioError as error:
-            failure = str(error)
+            failure = str(error)[:REASON_CHARACTERS_MAX]
         except Exception as error:
             # A fault of ours, or of a backend: it costs the cuts of these calls, no more.
             LOG.exception("checkpoint %s: a fault in the round of cuts", self.checkpoint_id)
@@ -135,7 +139,7 @@ class CutRound:
         elif entry.failure == NOTHING_GENERATED:
             self.skipped[NOTHING_GENERATED] += 1
         else:
-            self.failed[entry.failure or "the backend gave no reason"] += 1
+            self.failed[(entry.failure or NO_REASON)[:REASON_CHARACTERS_MAX]] += 1
 
     def _log(self) -> None:
         LOG.info("checkpoint %s: %d generations cut", self.checkpoint_id, self.cut)
@@ -143,12 +147,15 @@ class CutRound:
             ("not cut", logging.WARNING, self.failed),
             ("left to be generated anew", logging.INFO, self.skipped),
         ):
-            for reason, count in reasons.items():
-                LOG.log(
-                    level,
-                    "checkpoint %s: %d generations %s: %s",
-                    self.checkpoint_id,
-                    count,
-                    what,
-                    reason,
-                )
+            told = reasons.most_common(REASONS_LOGGED_MAX)
+            rest = reasons.total() - sum(count for _, count in told)
+            for reason, count in [*told, ("for other reasons", rest)]:
+                if count:
+                    LOG.log(
+                        level,
+                        "checkpoint %s: %d generations %s: %s",
+                        self.checkpoint_id,
+                        count,
+                        what,
+                        reason,
+                    )

@@ -28,9 +28,11 @@ from gymtrio.strict import unstructure
 
 LOG = logging.getLogger(__name__)
 
-_PASSED_ON = frozenset({400, 404, 408, 413, 415, 422, 429, 503})
-"""Statuses that tell the caller about its own request, or to come again. Another one is between this
-server and its backend."""
+_COME_AGAIN = frozenset({408, 429, 503})
+"""Statuses that tell the caller to come again, with the same request."""
+_PASSED_ON = _COME_AGAIN | {400, 404, 413, 415, 422}
+"""And those that tell it about its own request. Another one is between this server and its backend."""
+_DETAIL_CHARACTERS_MAX = 500
 
 
 @attrs.frozen(kw_only=True)
@@ -56,7 +58,10 @@ async def exchange(
     extension: CallExtension | None,
     wants_tokens: bool,
 ) -> Exchanged:
-    """Make one call; one whose continuation is refused is made again without it.
+    """Make one call; one that goes on from a cut and fails is made again without it.
+
+    Whether the cut or the backend is at fault cannot be told from one failure, and a cut that always
+    fails must not fail its episode (CUT-7). A backend that is down fails the second time as well.
 
     Args:
         extension: None: an ordinary call, or a backend that is not native.
@@ -67,16 +72,22 @@ async def exchange(
 
     Cancelled: the backend stops generating.
     """
-    try:
+    if extension is None or extension.continuation is None:
         return await _send(backend, call, extension, wants_tokens)
-    except ContinuationRefused as refusal:
-        assert extension is not None
-        LOG.warning(
-            "%s, call %s: the cut is not continued, the call is generated anew: %s",
-            extension.capture_key,
-            extension.model_call_id,
-            refusal.detail,
-        )
+    try:
+        exchanged = await _send(backend, call, extension, wants_tokens)
+    except (BackendFailed, ContinuationRefused) as refusal:
+        why = refusal.detail
+    else:
+        if exchanged.succeeded or exchanged.status in _COME_AGAIN:
+            return exchanged
+        why = f"the backend answered {exchanged.status}: {_detail_of(exchanged.body)}"
+    LOG.warning(
+        "%s, call %s: the cut is not continued, the call is generated anew: %s",
+        extension.capture_key,
+        extension.model_call_id,
+        why,
+    )
     return await _send(backend, call, attrs.evolve(extension, continuation=None), wants_tokens)
 
 
@@ -110,13 +121,19 @@ def _judge_failure(
 ) -> Exchanged:
     error = body.get("error")
     code = error.get("code") if isinstance(error, dict) else None
-    detail = error.get("detail", error.get("message")) if isinstance(error, dict) else None
     continues = extension is not None and extension.continuation is not None
     if continues and code == ContinuationRefused.code:
-        raise ContinuationRefused(str(detail)[:500])
+        raise ContinuationRefused(_detail_of(body))
     if status not in _PASSED_ON:
-        raise BackendFailed(f"the backend answered {status} {code or ''}: {str(detail)[:500]}")
+        raise BackendFailed(f"the backend answered {status} {code or ''}: {_detail_of(body)}")
     return Exchanged(status=status, body=body)
+
+
+def _detail_of(body: dict[str, object]) -> str:
+    """What an error body says, in our dialect or OpenAI's."""
+    error = body.get("error")
+    detail = error.get("detail", error.get("message")) if isinstance(error, dict) else None
+    return str(detail)[:_DETAIL_CHARACTERS_MAX]
 
 
 def _read_native(route: Route, body: dict[str, object], asked: CallExtension) -> Exchanged:

@@ -14,12 +14,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Final
 
 import trio
 
 from gymtrio.capture.constrained import constrained_reason
 from gymtrio.capture.cuts import CallExtension, CutRecord, EngineDescription
 from gymtrio.capture.fingerprint import conversation_chain, request_digest
+from gymtrio.capture.storable import check_description
 from gymtrio.capture.tokens import TokenStore
 from gymtrio.checkpoint.participant import Settling
 from gymtrio.episodes.admission import Admission
@@ -27,7 +29,7 @@ from gymtrio.episodes.signal import Signal
 from gymtrio.errors import GymtrioError, Refusal, StaleAttempt
 from gymtrio.ids import EpisodeId
 from gymtrio.participants.policy.calls import Backend, PolicyCall, PolicyReply, check_call
-from gymtrio.participants.policy.cut_round import CutRound
+from gymtrio.participants.policy.cut_round import NOT_NATIVE, CutRound
 from gymtrio.participants.policy.exchange import Exchanged, exchange
 from gymtrio.participants.policy.keeper import Entered, Entry, Keeper
 from gymtrio.participants.policy.records import finished_cut
@@ -37,6 +39,8 @@ from gymtrio.ports import Randomness
 from gymtrio.wire.control import Report
 
 LOG = logging.getLogger(__name__)
+
+ANOTHER_REQUEST: Final = "it is of another request"
 
 
 class PolicyGate:
@@ -134,6 +138,13 @@ class PolicyGate:
         ticket.asked = ticket.entered is not None
         if ticket.entered is None:
             return False
+        if ticket.entered.left_alone:
+            LOG.info(
+                "%s, call %s: generated from its beginning, a restored cut is not for it: %s",
+                ticket.episode_id.capture_key,
+                ticket.model_call_id,
+                ticket.constrained or (ANOTHER_REQUEST if self._backend.native else NOT_NATIVE),
+            )
         self.tickets.admit(ticket, ticket.entered.ordinal)
         return True
 
@@ -259,7 +270,10 @@ class PolicyGate:
         self.engine = None
         try:
             with trio.move_on_at(deadline):
-                self.engine = await self._backend.describe(deadline=deadline)
+                described = await self._backend.describe(deadline=deadline)
+                if described is not None:
+                    check_description(described)
+                self.engine = described
         except GymtrioError as error:
             LOG.warning("%s: the backend does not say what it is: %s", self.instance, error)
         except Exception:

@@ -35,6 +35,8 @@ class Entered:
     parent_call_id: str | None
     cut: CutRecord | None
     """The restored cut that it has claimed."""
+    left_alone: bool = False
+    """There is one, and it is not for this call."""
 
 
 class Keeper(Protocol):

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, MutableSequence, Sequence
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import trio
 
@@ -20,7 +20,7 @@ from gymtrio.ids import CaptureKey, EpisodeId, RolloutId, parse_capture_key
 from gymtrio.limits import BLOCKERS_LISTED_MAX
 from gymtrio.participants.base import ParticipantBase, make_record
 from gymtrio.participants.decoding import Slices, decode_records
-from gymtrio.participants.policy.books import Books, merge
+from gymtrio.participants.policy.books import Books, NotContinued, merge
 from gymtrio.participants.policy.calls import Backend, PolicyCall, PolicyReply
 from gymtrio.participants.policy.gate import PolicyGate
 from gymtrio.participants.policy.keeper import Entered, Entry
@@ -29,6 +29,9 @@ from gymtrio.ports import Randomness
 from gymtrio.storage.records import Record
 from gymtrio.strict import unstructure
 from gymtrio.wire.control import Kind, Report
+
+NOT_CONTINUED_FIELD: Final = "generation_cuts_not_continued"
+"""Of status: `books.NotContinued` to how many calls since the start (POL-5)."""
 
 
 class BookedParticipant(ParticipantBase):
@@ -59,7 +62,11 @@ class BookedParticipant(ParticipantBase):
         return self.books.ledger.rows(episode_id)
 
     def status_fields(self) -> dict[str, object]:
-        return {"restored_generation_cuts": self.books.cuts.waiting(BLOCKERS_LISTED_MAX)}
+        counted = self.books.not_continued
+        return {
+            "restored_generation_cuts": self.books.cuts.waiting(BLOCKERS_LISTED_MAX),
+            NOT_CONTINUED_FIELD: {why.value: counted[why] for why in NotContinued},
+        }
 
     def unclaimed_outside(self, scope: frozenset[CaptureKey] | None) -> list[EpisodeId]:
         return self.books.unclaimed_outside(scope)
@@ -205,6 +212,9 @@ class PolicyParticipant(BookedParticipant):
         staging_keys = StagingKeys()
         slices = Slices()
         for episode_id in self.exportable(scope):
+            if self.admission.fences.is_stale(episode_id):
+                # Retired since the last slice: its ledger may be gone.
+                continue
             record = records[episode_id] = self._record_of(episode_id)
             staging_keys.add(episode_id.capture_key, record.staging_keys())
             await slices.turn()

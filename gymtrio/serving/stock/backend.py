@@ -95,7 +95,9 @@ class StockBackend:
     ) -> BackendReply:
         asked = {name: value for name, value in body.items() if name != EXTENSION_KEY}
         if EXTENSION_KEY not in body or constrained_reason(asked) is not None:
-            reply = await self._plain.generate(route, asked, call_id=call_id)
+            # Our callers' name of the model is none of the engine's.
+            named = asked | {"model": (await self._describe()).facts.model}
+            reply = await self._plain.generate(route, named, call_id=call_id)
             return attrs.evolve(reply, evidence=False)
         extension = structure(CallExtension, body[EXTENSION_KEY])
         try:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Final
 
 import trio
 
+from gymtrio.capture.tokens import TOKEN_ID_MAX
 from gymtrio.errors import InvalidRequest
 from gymtrio.serving.client import Reply, ServerClient, StreamedReply
 from gymtrio.serving.http import HeadersLike, parse_json
@@ -119,14 +121,22 @@ def token_ids_of(value: object, where: str) -> tuple[int, ...]:
     """
     if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         raise EngineBroke(f"{where}: not a list of token ids")
+    if value and not (min(value) >= 0 and max(value) <= TOKEN_ID_MAX):
+        raise EngineBroke(f"{where}: not all of them are token ids")
     return tuple(value)
 
 
 def number_of(value: object, where: str) -> float:
     """
     Raises:
-        EngineBroke: it is no number.
+        EngineBroke: it is no finite number.
     """
     if type(value) is not int and type(value) is not float:
         raise EngineBroke(f"{where}: not a number")
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise EngineBroke(f"{where}: not a finite number")
+    return number

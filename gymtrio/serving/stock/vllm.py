@@ -13,13 +13,15 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Final
 
-from gymtrio.capture.cuts import TerminalReason
+from gymtrio.capture.cuts import ContinuationRefused, TerminalReason
 from gymtrio.serving.stock.calls import EngineCalls, number_of, token_ids_of
 from gymtrio.serving.stock.chats import Chat
 from gymtrio.serving.stock.engines import EngineBroke, EngineRefused, Facts, Piece, Wanted
 
 COMPLETIONS: Final = "/v1/completions"
 _FINISH: Final = {"stop": TerminalReason.STOP, "length": TerminalReason.LENGTH}
+_OF_OUTPUT: Final = ("frequency_penalty", "presence_penalty", "bad_words", "logits_processors")
+"""Settings that look at the tokens that the request has generated; a prefix is prompt to the engine."""
 
 LOG = logging.getLogger(__name__)
 
@@ -85,6 +87,8 @@ class VllmEngine:
             "return_token_ids": True,
             "stream": True,
         }
+        if done:
+            body |= _going_on(wanted)
         if wanted.seeded:
             body["seed"] = wanted.seed if not done else _seed_at(wanted.seed, done)
         if done and wanted.sampling.get("temperature") != 0:
@@ -95,6 +99,21 @@ class VllmEngine:
 
     def _named(self, body: dict[str, object]) -> dict[str, object]:
         return body if self._model is None else body | {"model": self._model}
+
+
+def _going_on(wanted: Wanted) -> dict[str, object]:
+    """What a request that goes on from a prefix says otherwise than the first one.
+
+    Raises:
+        ContinuationRefused: the generation depends on what the engine does not know as generated.
+    """
+    forgotten = next((name for name in _OF_OUTPUT if wanted.sampling.get(name)), None)
+    if forgotten is not None:
+        raise ContinuationRefused(f"{forgotten}: the engine would not count the prefix")
+    least = wanted.sampling.get("min_tokens")
+    if type(least) is not int:
+        return {}
+    return {"min_tokens": max(0, least - len(wanted.prefix_token_ids))}
 
 
 async def _pieces(events: AsyncIterator[dict[str, object]]) -> AsyncGenerator[Piece]:

@@ -146,6 +146,18 @@ class Policy(Plane, Calling):
     def counts(self) -> dict[str, int]:
         return self.policy.report().counts
 
+    @property
+    def restored_cuts(self) -> object:
+        """Of which attempts a restored cut waits."""
+        return self.control.status().extra["restored_generation_cuts"]
+
+    @property
+    def not_continued(self) -> dict[str, int]:
+        """Why calls did not go on from a restored cut; only what there was."""
+        counted = self.control.status().extra["generation_cuts_not_continued"]
+        assert isinstance(counted, dict)
+        return {why: count for why, count in counted.items() if count}
+
     def records(self, directory: str = "d") -> dict[str, PolicyRecord]:
         """What the archive has of this server, by capture key."""
         part = self.archive.parts[(directory, "model", self.policy.instance)]

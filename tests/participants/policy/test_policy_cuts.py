@@ -11,9 +11,10 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from gymtrio.capture.fingerprint import request_digest
+from gymtrio.errors import TransportError
 from gymtrio.participants.base import make_record
 from gymtrio.participants.policy.calls import BackendReply
-from gymtrio.participants.policy.cut_round import INVENTORY_CALLS_MAX
+from gymtrio.participants.policy.cut_round import INVENTORY_CALLS_MAX, REASONS_LOGGED_MAX
 from gymtrio.participants.policy.records import PolicyRecord
 from gymtrio.wire.codec import unpack
 from tests.helpers.plane import episode
@@ -83,12 +84,12 @@ async def test_the_same_call_continues_the_prefix(autojump_clock: object) -> Non
     await cut_one(world)
     async with open_policy(world) as policy:
         await policy.restore(R)
-        assert policy.control.status().extra == {"restored_generation_cuts": ["r-a1"]}
+        assert policy.restored_cuts == ["r-a1"]
         await policy.resume("x1")
         reply = await policy.ask_at_once(R1, HELLO)
         assert tokens_of(reply) == UNCUT
         assert policy.backend.calls[-1].generated == 13
-        assert policy.control.status().extra == {"restored_generation_cuts": []}
+        assert policy.restored_cuts == []
         await policy.checkpoint(R1, directory="d1")
         record = policy.records("d1")["r-a1"]
         assert record.cut is None, "freed after delivery"
@@ -98,15 +99,21 @@ async def test_the_same_call_continues_the_prefix(autojump_clock: object) -> Non
         assert whole.token_ids == UNCUT
 
 
-async def test_another_call_gives_the_cut_back(autojump_clock: object) -> None:
-    """CUT-5, I14: it regenerates; the cut waits for the right call, and is in the next export."""
+async def test_another_call_gives_the_cut_back(
+    autojump_clock: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    """CUT-5, POL-5, I14: it regenerates, counted and logged; the cut waits for the right call, and is
+    in the next export."""
     world = World()
     await cut_one(world)
     async with open_policy(world) as policy:
         await policy.restore(R)
         await policy.resume("x1")
         other = chat("hello", temperature=0.5)
-        assert tokens_of(await policy.ask_at_once(R1, other)) == UNCUT
+        with caplog.at_level(logging.INFO):
+            assert tokens_of(await policy.ask_at_once(R1, other)) == UNCUT
+        assert "a restored cut is not for it: it is of another request" in caplog.text
+        assert policy.not_continued == {"another_request": 1}
         assert policy.backend.calls[-1].generated == 20
         await policy.checkpoint(R1, directory="d1")
         assert policy.records("d1")["r-a1"].cut == policy.records()["r"].cut
@@ -159,10 +166,10 @@ async def test_a_client_that_left_gives_the_cut_back(autojump_clock: object) -> 
         policy.backend.at_once = True
         reply = await policy.policy.call(R1, HELLO)
         reply.done(False)
-        assert policy.control.status().extra == {"restored_generation_cuts": ["r-a1"]}
+        assert policy.restored_cuts == ["r-a1"]
         await policy.ask(R1, HELLO)
         assert [call.generated for call in policy.backend.calls[-2:]] == [13, 13]
-        assert policy.control.status().extra == {"restored_generation_cuts": []}
+        assert policy.restored_cuts == []
 
 
 async def test_a_second_crash_before_the_replacement_called_keeps_the_cut(
@@ -266,7 +273,9 @@ async def test_a_held_reply_is_a_cut_of_everything(autojump_clock: object) -> No
         assert policy.backend.calls[-1].generated == 0
 
 
-async def test_a_constrained_call_is_neither_cut_nor_continued(autojump_clock: object) -> None:
+async def test_a_constrained_call_is_neither_cut_nor_continued(
+    autojump_clock: object, caplog: pytest.LogCaptureFixture
+) -> None:
     """CUT-6, I27, POL-5: it is counted with its reason; a restored cut stays for the right call."""
     world = World()
     constrained = chat("hello", tool_choice="required")
@@ -285,9 +294,12 @@ async def test_a_constrained_call_is_neither_cut_nor_continued(autojump_clock: o
     async with open_policy(await_cut) as policy:
         await policy.restore(R)
         await policy.resume("x1")
-        await policy.ask_at_once(R1, constrained)
+        with caplog.at_level(logging.INFO):
+            await policy.ask_at_once(R1, constrained)
+        assert "a restored cut is not for it: tool_choice:required" in caplog.text
+        assert policy.not_continued == {"cannot": 1}
         assert policy.backend.calls[-1].generated == 20
-        assert policy.control.status().extra == {"restored_generation_cuts": ["r-a1"]}
+        assert policy.restored_cuts == ["r-a1"]
 
 
 async def test_a_cut_that_claims_to_be_of_a_constrained_call_is_not_continued(
@@ -311,6 +323,7 @@ async def test_a_cut_that_claims_to_be_of_a_constrained_call_is_not_continued(
 
 FAILURES = {
     "never": "no receipt",
+    "late": "no receipt",
     "unreachable": "connection refused",
     "refused": "no such route",
     "incomplete": "does not cover",
@@ -350,6 +363,27 @@ async def test_a_round_that_fails_costs_regeneration_only(
         await policy.resume("x1")
         assert tokens_of(await policy.ask_at_once(R1, HELLO)) == UNCUT
         assert policy.backend.calls[-1].generated == 20
+
+
+async def test_reasons_of_a_backend_are_told_in_few_short_lines(
+    autojump_clock: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    """CUT-7, POL-5: each call may have one of its own; all are counted."""
+    count = 50
+    world = World()
+    async with open_policy(world) as policy:
+        for number in range(count):
+            _, live = await policy.begin_live(episode(f"e{number}"), HELLO)
+            live.emit(2)
+        world.backend.why_each_fails = lambda asked: f"{asked.rollout_id}: " + "x" * 10_000
+        with caplog.at_level(logging.WARNING):
+            await policy.prepare()
+        assert policy.counts["cut_failed"] == count
+        lines = [record.getMessage() for record in caplog.records]
+        assert len(lines) == REASONS_LOGGED_MAX + 1
+        assert max(map(len, lines)) < 300
+        rest = count - REASONS_LOGGED_MAX
+        assert lines[-1].endswith(f"{rest} generations not cut: for other reasons")
 
 
 async def test_a_hung_backend_costs_half_of_the_time_that_is_left(autojump_clock: object) -> None:
@@ -441,11 +475,14 @@ async def test_a_prefix_that_the_engine_refuses_is_generated_anew(
         assert policy.backend.calls[-1].generated == 20
         assert policy.backend.calls[-1].extension.continuation is None
         assert why in caplog.text
-        assert policy.control.status().extra == {"restored_generation_cuts": []}
+        assert policy.restored_cuts == []
+        assert policy.not_continued == {"failed": 1}
 
 
-async def test_a_prefix_whose_tokens_are_gone_is_generated_anew(autojump_clock: object) -> None:
-    """CUT-7: the store lost them."""
+async def test_a_prefix_whose_tokens_are_gone_is_generated_anew(
+    autojump_clock: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    """CUT-7, POL-5: the store lost them."""
     world = World()
     await cut_one(world)
     lost = World()
@@ -455,12 +492,15 @@ async def test_a_prefix_whose_tokens_are_gone_is_generated_anew(autojump_clock: 
         await policy.resume("x1")
         assert tokens_of(await policy.ask_at_once(R1, HELLO)) == UNCUT
         assert policy.backend.calls[-1].generated == 20
+        assert "generated anew: " in caplog.text
+        assert "no such record" in caplog.text
+        assert policy.not_continued == {"failed": 1}
 
 
 async def test_a_backend_that_continues_other_tokens_is_not_believed(
-    autojump_clock: object,
+    autojump_clock: object, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """I25: a reply that does not begin with the prefix is an error, and the cut is kept."""
+    """I25, CUT-7: a reply that does not begin with the prefix is thrown away, the call made anew."""
     world = World()
     await cut_one(world)
     async with open_policy(world) as policy:
@@ -468,11 +508,73 @@ async def test_a_backend_that_continues_other_tokens_is_not_believed(
         await policy.resume("x1")
         caller, live = await policy.begin_live(R1, HELLO)
         live.token_ids = (999, *live.token_ids[1:])
+        policy.backend.at_once = True
         live.finish.set()
         await caller.ended.wait()
+        assert tokens_of(caller.reply) == UNCUT
+        assert "does not begin with the tokens" in caplog.text
+        assert policy.not_continued == {"failed": 1}
+        assert policy.restored_cuts == []
+        await policy.checkpoint(R1, directory="d1")
+        (row,) = policy.records("d1")["r-a1"].rows
+        assert (await world.store.get(row.staging_key)).token_ids == UNCUT
+
+
+def _error(status: int, message: str) -> BackendReply:
+    return BackendReply(status=status, body={"error": {"message": message}})
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        TransportError("engine: it died of the prefix"),
+        _error(500, "it died of the prefix"),
+        _error(400, "it died of the prefix"),
+        _error(422, "it died of the prefix"),
+        BackendReply(status=200, body={"error": "it died of the prefix"}),
+    ],
+    ids=str,
+)
+async def test_a_cut_that_always_fails_does_not_fail_its_episode(
+    failure: Any, autojump_clock: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    """CUT-7, POL-5: whatever the engine says of it; the same call without it is answered."""
+    world = World()
+    await cut_one(world)
+    async with open_policy(world) as policy:
+        await policy.restore(R)
+        await policy.resume("x1")
+        caller, live = await policy.begin_live(R1, HELLO)
+        policy.backend.at_once = True
+        live.fail(failure)
+        await caller.ended.wait()
+        assert tokens_of(caller.reply) == UNCUT
+        assert policy.backend.calls[-1].extension.continuation is None
+        assert "r-a1, call " in caplog.text
+        assert "the cut is not continued, the call is generated anew: " in caplog.text
+        assert policy.not_continued == {"failed": 1}
+        assert policy.restored_cuts == []
+
+
+async def test_a_backend_that_is_down_does_not_use_a_cut_up(autojump_clock: object) -> None:
+    """CUT-5, CUT-7: the caller is told why; when the backend is back, its call goes on from the cut."""
+    world = World()
+    await cut_one(world)
+    async with open_policy(world) as policy:
+        await policy.restore(R)
+        await policy.resume("x1")
+        caller, live = await policy.begin_live(R1, HELLO)
+        live.fail(TransportError("engine: connection refused"))
+        await wait_all_tasks_blocked()
+        (again,) = policy.backend.live
+        again.fail(TransportError("engine: connection refused"))
+        await caller.ended.wait()
         assert caller.error.code == "backend_failed"
-        assert "does not begin with the tokens" in str(caller.error)
-        assert policy.control.status().extra == {"restored_generation_cuts": ["r-a1"]}
+        assert caller.error.detail == "engine: connection refused"
+        assert policy.restored_cuts == ["r-a1"]
+        assert policy.not_continued == {}
+        assert tokens_of(await policy.ask_at_once(R1, HELLO)) == UNCUT
+        assert policy.backend.calls[-1].generated == 13
 
 
 async def test_a_call_that_failed_at_the_backend_gives_the_cut_back(
@@ -488,7 +590,7 @@ async def test_a_call_that_failed_at_the_backend_gives_the_cut_back(
         live.fail(BackendReply(status=503, body={"error": {"message": "busy"}}))
         await caller.ended.wait()
         assert caller.reply.status == 503
-        assert policy.control.status().extra == {"restored_generation_cuts": ["r-a1"]}
+        assert policy.restored_cuts == ["r-a1"]
 
 
 async def test_a_commit_that_leaves_a_restored_cut_out_frees_it(autojump_clock: object) -> None:
@@ -500,7 +602,7 @@ async def test_a_commit_that_leaves_a_restored_cut_out_frees_it(autojump_clock: 
         await policy.resume("x1")
         await policy.checkpoint(directory="d1")
         await policy.resume()
-        assert policy.control.status().extra == {"restored_generation_cuts": []}
+        assert policy.restored_cuts == []
         await policy.ask_at_once(R1, HELLO)
         assert policy.backend.calls[-1].generated == 20
 
@@ -514,7 +616,8 @@ async def test_a_foreign_backend_leaves_a_restored_cut_alone(autojump_clock: obj
         await policy.restore(R)
         await policy.resume("x1")
         await policy.ask_at_once(R1, HELLO)
-        assert policy.control.status().extra == {"restored_generation_cuts": ["r-a1"]}
+        assert policy.restored_cuts == ["r-a1"]
+        assert policy.not_continued == {"cannot": 1}
 
 
 @pytest.mark.parametrize("claimed", [False, True])
@@ -528,7 +631,7 @@ async def test_retire_frees_a_restored_cut(claimed: bool, autojump_clock: object
         if claimed:
             await policy.begin_live(R1, HELLO)
         await policy.retire(R1)
-        assert policy.control.status().extra == {"restored_generation_cuts": []}
+        assert policy.restored_cuts == []
         assert policy.counts["inflight"] == 0
 
 

@@ -240,6 +240,39 @@ async def test_a_client_that_leaves_while_held_costs_nothing(autojump_clock: obj
         assert policy.records() == {}
 
 
+async def test_clients_that_leave_while_held_leave_nothing_behind(autojump_clock: object) -> None:
+    """POL-2, I33, I34: before and after their reply is here, and with a cut of it; others are held on,
+    and the checkpoint is the same without them."""
+    async with open_policy(World()) as policy:
+        stays, live = await policy.begin_live(episode("stays"), chat("hello"))
+        live.emit(3)
+        leavers = []
+        for number in range(20):
+            caller, live = await policy.begin_live(episode(f"e{number}"), chat("hello"))
+            live.emit(number % 2)
+            leavers.append((caller, live))
+        assert (await policy.prepare()).phase == "prepared"
+        for number, (_, live) in enumerate(leavers):
+            if number % 3:
+                live.finish.set()
+        await wait_all_tasks_blocked()
+        for caller, _ in leavers:
+            caller.leave()
+            await caller.ended.wait()
+        assert policy.policy.ready()
+        assert policy.counts | {"inflight": 1, "held": 1} == policy.counts
+        assert len(policy.policy.books) == 1
+        names = tuple(episode(f"e{number}") for number in range(20))
+        reply = await policy.commit(episodes=(episode("stays"), *names))
+        assert list(policy.records()) == ["stays"]
+        assert list(reply.extra["staging_keys_by_episode"]) == ["stays"]
+        await policy.resume()
+        policy.backend.live[0].finish.set()
+        await stays.ended.wait()
+        assert tokens_of(stays.reply) == uncut_tokens(chat("hello").body)
+        assert policy.counts["inflight"] == len(policy.policy.books) == 0
+
+
 async def test_a_client_that_leaves_stops_its_generation(autojump_clock: object) -> None:
     """SRV-3."""
     async with open_policy(World()) as policy:
@@ -355,7 +388,7 @@ async def test_what_is_not_served_is_refused_before_anything_is_done(
 
 
 async def test_commit_needs_a_scope(autojump_clock: object) -> None:
-    """CTL-13, POL-6: the model holds the ledger of everything it ever served."""
+    """CTL-13: the model holds the ledger of everything it ever served."""
     async with open_policy(World()) as policy:
         await policy.prepare()
         with pytest.raises(InvalidRequest, match="episode_ids"):
@@ -367,15 +400,35 @@ async def test_commit_needs_a_scope(autojump_clock: object) -> None:
 async def test_restore_is_refused_on_a_server_that_served_a_rollout(
     autojump_clock: object,
 ) -> None:
-    """POL-3, CTL-14: a ledger that this process appended to belongs to a live episode."""
+    """POL-7, CTL-14: a ledger that this process appended to belongs to a live episode."""
     async with open_policy(World()) as policy:
         await policy.ask_at_once(R, chat("hello"))
         await policy.checkpoint(R)
         await policy.resume()
+        before = policy.policy.rows(R)
         with pytest.raises(InvalidPhase, match="served"):
             await policy.restore(R)
+        assert policy.policy.rows(R) == before
+        assert policy.policy.rows(episode("r", 1)) == ()
+        assert policy.restored_cuts == []
         reply = await policy.ask_at_once(R, chat("hello"))
         assert reply.status == 200
+
+
+async def test_restore_is_refused_while_a_first_call_is_under_way(autojump_clock: object) -> None:
+    """POL-7: it has no row yet, and its episode lives; nothing is read, fenced or installed."""
+    world = World()
+    async with open_policy(world) as policy:
+        await policy.ask_at_once(R, chat("hello"))
+        await policy.checkpoint(R)
+    async with open_policy(world) as policy:
+        caller, live = await policy.begin_live(R, chat("hello"))
+        with pytest.raises(InvalidPhase, match="served"):
+            await policy.restore(R)
+        assert policy.policy.rows(episode("r", 1)) == ()
+        live.finish.set()
+        await caller.ended.wait()
+        assert len(policy.policy.rows(R)) == 1
 
 
 async def test_a_woken_call_looks_again_at_the_gate(autojump_clock: object) -> None:

@@ -146,6 +146,55 @@ async def test_the_same_checkpoint_restored_again_has_only_its_rows(
     assert policy.records("d1") == policy.records("d2")
 
 
+async def test_the_same_cut_is_continued_after_every_restore_of_its_checkpoint(
+    autojump_clock: object,
+) -> None:
+    """I9, CUT-4: the replacement of the first has used it up, and went on; the next one finds its
+    parent and the prefix as they were."""
+    world = World()
+    async with open_policy(world) as policy:
+        first = text_of(await policy.ask_at_once(R, chat("a")))
+        _, live = await policy.begin_live(R, chat("a", first, "b"))
+        live.emit(7)
+        await policy.checkpoint(R)
+    for directory in ("d1", "d2", "d3"):
+        async with open_policy(world) as policy:
+            await policy.restore(R)
+            await policy.resume("x1")
+            second = text_of(await policy.ask_at_once(R1, chat("a", first, "b")))
+            assert policy.backend.calls[-1].generated == 13
+            await policy.ask_at_once(R1, chat("a", first, "b", second, "c"))
+            extra = await policy.checkpoint(R1, directory=directory)
+            rows = policy.records(directory)["r-a1"].rows
+            assert [row.staged_under for row in rows] == ["r", "r-a1", "r-a1"]
+            assert [row.parent_call_id for row in rows[1:]] == [
+                row.model_call_id for row in rows[:2]
+            ]
+            assert len(extra["staging_keys"]) == 3
+            assert await is_readable(world, extra["staging_keys"])
+
+
+async def test_the_ledger_of_a_superseded_or_retired_attempt_is_not_read(
+    autojump_clock: object,
+) -> None:
+    """POL-7: it says that it is refused, not that there were no calls."""
+    world = World()
+    async with open_policy(world) as policy:
+        for attempt in range(3):
+            await policy.ask_at_once(episode("r", attempt), chat("a"))
+        await policy.checkpoint(R2)
+        await policy.retire(R1)
+        for e in (R, R1):
+            with pytest.raises(StaleAttempt):
+                policy.policy.rows(e)
+        assert len(policy.policy.rows(R2)) == 1
+    async with open_policy(world) as policy:
+        await policy.restore(R2)
+        with pytest.raises(StaleAttempt):
+            policy.policy.rows(R2)
+        assert len(policy.policy.rows(episode("r", 3))) == 1
+
+
 async def test_the_old_attempt_is_refused_from_the_restore_on(autojump_clock: object) -> None:
     """I11, CTL-5: also of an episode that had no record."""
     world = World()
@@ -244,7 +293,7 @@ async def test_of_two_attempts_in_a_scope_the_later_one_continues(autojump_clock
         await policy.checkpoint(R, R1)
     async with open_policy(world) as policy:
         await policy.restore(R, R1)
-        assert policy.control.status().extra == {"restored_generation_cuts": []}
+        assert policy.restored_cuts == []
         await policy.resume("x1")
         await policy.prepare()
         reply = await policy.commit(episodes=(R1, R2), directory="d1")

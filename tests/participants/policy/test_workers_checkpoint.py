@@ -112,7 +112,7 @@ async def test_the_cut_of_an_episode_is_that_of_its_latest_call_whoever_has_it(
 async def test_a_restored_cut_goes_to_one_worker_and_comes_back_from_the_wrong_call(
     autojump_clock: object,
 ) -> None:
-    """WRK-4, CUT-5, I14."""
+    """WRK-4, CUT-5, POL-5, I14: what the call was not for is counted, for the whole server."""
     world, files = World(), PageCacheFiles()
     call = chat("hello")
     async with open_served(world, files=files) as served:
@@ -137,6 +137,28 @@ async def test_a_restored_cut_goes_to_one_worker_and_comes_back_from_the_wrong_c
             await caller.ended.wait()
             assert caller.reply is not None
             assert tokens_of(caller.reply) == uncut_tokens(call.body)
+        counted = served.control.status().extra["generation_cuts_not_continued"]
+        assert counted == {"another_request": 1, "cannot": 0, "failed": 0}
+
+
+async def test_a_cut_that_fails_at_a_worker_is_counted_for_the_server(
+    autojump_clock: object,
+) -> None:
+    """CUT-7, POL-5, WRK-1."""
+    world, files = World(), PageCacheFiles()
+    call = chat("hello")
+    async with open_served(world, files=files) as served:
+        _, live = await served.workers[0].begin_live(R, call)
+        live.emit(4)
+        await served.checkpoint(R)
+    world.backend.digest = "build-2"
+    async with open_served(world, files=files) as served:
+        await served.restore(R)
+        await served.resume("x1")
+        assert tokens_of(await served.workers[1].ask_at_once(R1, call)) == uncut_tokens(call.body)
+        await wait_all_tasks_blocked()
+        counted = served.control.status().extra["generation_cuts_not_continued"]
+        assert counted == {"another_request": 0, "cannot": 0, "failed": 1}
 
 
 async def test_a_claim_that_is_not_delivered_is_exported_again(autojump_clock: object) -> None:

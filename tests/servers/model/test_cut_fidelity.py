@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
 from collections.abc import Iterator
@@ -34,21 +35,29 @@ from tests.helpers.shown_calls import NESTED, SHOWN
 CUTS: Final = int(os.environ.get("GYMTRIO_CUTS", "48"))
 AT_ONCE: Final = 4
 """Continued beside each other, so that each is batched with others at other places."""
+ODD_PLACES: Final = 2
+"""Of each case at the least, if it has them."""
 
-SEEDED: Final[dict[str, Any]] = {"temperature": 1.0, "seed": 11}
+SEEDED: Final[dict[str, Any]] = {"temperature": 0.6, "seed": 1}
 GREEDY: Final[dict[str, Any]] = {"temperature": 0}
+MAX_TOKENS: Final = 20
+STOP: Final = "France is"
 
 
 def _asking(text: str, **settings: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": text}], "max_tokens": 20, **settings}
+    return {"messages": [{"role": "user", "content": text}], **settings}
 
 
+KINDS: Final[dict[str, dict[str, Any]]] = {
+    "text": _asking("Write a story about a fox."),
+    "characters": _asking("Repeat this: 😀🎉日本語 😀🎉日本語"),
+    "stop string": _asking("What is the capital of France?", stop=[STOP]),
+    "tool call": {"messages": SHOWN, "tools": [NESTED]},
+}
 CASES: Final[dict[str, dict[str, Any]]] = {
-    "greedy": _asking("Write a story about a fox.", **GREEDY),
-    "seeded": _asking("Write a story about a fox.", **SEEDED),
-    "characters of several tokens": _asking("Repeat this: 😀🎉日本語 😀🎉日本語", **GREEDY),
-    "stop string": _asking("What is the capital of France?", stop=["France is"], **GREEDY),
-    "tool call": {"messages": SHOWN, "tools": [NESTED], "max_tokens": 20, **GREEDY},
+    f"{kind}, {how}": body | settings | {"max_tokens": MAX_TOKENS, "logprobs": True}
+    for kind, body in KINDS.items()
+    for how, settings in (("greedy", GREEDY), ("seeded", SEEDED))
 }
 
 
@@ -60,13 +69,48 @@ class Uncut:
     tokens: CallTokens
     said: ReplyExtension
 
+    def begins(self) -> list[bytes]:
+        """What there is of the text at each place of a cut."""
+        pieces = [bytes(entry["bytes"] or ()) for entry in self.choice["logprobs"]["content"]]
+        return [b"".join(pieces[:count]) for count in range(len(pieces) + 1)]
+
+    def odd_places(self) -> list[int]:
+        """The places within a character, a stop string, the JSON of a tool call."""
+        begins = self.begins()
+        stop = begins[-1].find(STOP.encode()) if "stop" in self.body else -1
+        return [
+            count
+            for count, begin in enumerate(begins[:-1])
+            if _ends_within_character(begin)
+            or 0 <= stop < len(begin)
+            or ("tools" in self.body and not _is_json(begin))
+        ]
+
     def places(self) -> Iterator[int]:
-        """The first token, all but the last, everything, then any."""
-        count = len(self.tokens.token_ids)
-        yield from dict.fromkeys((1, max(1, count - 1), count))
+        """Before the first token, after it, before the last and after it, odd ones, then any."""
         chosen = random.Random(self.first_call_id)
+        count = len(self.tokens.token_ids)
+        odd = [place for place in self.odd_places() if 1 < place < count - 1]
+        yield from dict.fromkeys((0, 1, count - 1, count))
+        yield from chosen.sample(odd, min(ODD_PLACES, len(odd)))
         while True:
-            yield chosen.randint(1, count)
+            yield chosen.randint(0, count)
+
+
+def _ends_within_character(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        return error.reason == "unexpected end of data"
+    return False
+
+
+def _is_json(text: bytes) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 async def call(engine: EngineClient, extension: CallExtension, body: dict[str, Any]) -> Uncut:
@@ -122,25 +166,26 @@ async def test_every_place_of_a_cut_gives_the_uncut_reply(served: ServedEngine) 
             )
             for number, (name, body) in enumerate(CASES.items())
         }
-        assert uncut["stop string"].said.stop_reason == "France is"
-        assert uncut["tool call"].choice["finish_reason"] == "tool_calls"
-        assert uncut["greedy"].said.finish_reason is TerminalReason.LENGTH
-        characters = uncut["characters of several tokens"]
-        assert len(characters.tokens.token_ids) > len(characters.choice["message"]["content"])
+        _check_worth_cutting(uncut)
         planned = [(name, one.places()) for name, one in uncut.items()]
         plan = [
             (number, name, next(places))
             for number, (name, places) in zip(range(CUTS), itertools.cycle(planned), strict=False)
         ]
+        for name, one in uncut.items():
+            places = {count for _, of, count in plan if of == name}
+            assert {0, 1, len(one.tokens.token_ids) - 1, len(one.tokens.token_ids)} <= places
+            assert "text" in name or places.intersection(one.odd_places())
         wrong: list[str] = []
 
         async def continue_at(number: int, name: str, count: int) -> None:
             async with limiter:
+                # Of what has generated nothing there is no cut: it is made again as it was.
                 extension = CallExtension(
                     model_call_id=f"fidelity-again-{number}",
                     rollout_id="r",
                     attempt=1,
-                    continuation=await cut_at(store, uncut[name], count),
+                    continuation=await cut_at(store, uncut[name], count) if count else None,
                 )
                 told = await call(engine, extension, uncut[name].body)
             expected = attrs.evolve(
@@ -160,3 +205,21 @@ async def test_every_place_of_a_cut_gives_the_uncut_reply(served: ServedEngine) 
             for number, name, count in plan:
                 nursery.start_soon(continue_at, number, name, count)
         assert wrong == []
+
+
+def _check_worth_cutting(uncut: dict[str, Uncut]) -> None:
+    """The cases are what their names say, and end in every way within their limit."""
+    for name, one in uncut.items():
+        assert len(one.tokens.token_ids) <= one.said.effective_output_limit == MAX_TOKENS
+        if "text" in name:
+            assert one.said.finish_reason is TerminalReason.LENGTH
+            assert one.choice["finish_reason"] == "length"
+        elif "characters" in name:
+            assert any(map(_ends_within_character, one.begins()))
+        elif "stop" in name:
+            assert (one.said.finish_reason, one.said.stop_reason) == (TerminalReason.STOP, STOP)
+            assert one.choice["finish_reason"] == "stop"
+        else:
+            assert one.said.finish_reason is TerminalReason.STOP
+            assert one.choice["finish_reason"] == "tool_calls"
+    assert uncut["text, greedy"].tokens != uncut["text, seeded"].tokens

@@ -6,7 +6,9 @@ llama.cpp's server always; vLLM where `GYMTRIO_VLLM_URL` says where one serves.
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -36,6 +38,8 @@ EPISODE = EpisodeId(RolloutId("r"))
 VLLM_URL: Final = os.environ.get("GYMTRIO_VLLM_URL")
 
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 5}
+# llama.cpp counts the prompt among what it penalises, and so the prefix as well.
+PENALISED: dict[str, Any] = {"temperature": 0, "repeat_penalty": 1.3, "frequency_penalty": 0.5}
 CHAT: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Write a story about a fox and a cat."}],
     "max_tokens": 80,
@@ -119,8 +123,12 @@ async def prepared_with_a_cut(incarnation: Incarnation) -> tuple[CheckpointId, d
 
 @pytest.mark.parametrize(
     ("route", "body"),
-    [(Route.CHAT, CHAT | SAMPLED), (Route.RESPONSES, RESPONSES | {"temperature": 0})],
-    ids=["sampled chat", "greedy responses"],
+    [
+        (Route.CHAT, CHAT | SAMPLED),
+        (Route.RESPONSES, RESPONSES | {"temperature": 0}),
+        (Route.CHAT, CHAT | PENALISED),
+    ],
+    ids=["sampled chat", "greedy responses", "penalised chat"],
 )
 async def test_a_generation_of_a_stock_engine_is_cut_and_continued(
     tmp_path: Path,
@@ -157,60 +165,142 @@ async def test_a_generation_of_a_stock_engine_is_cut_and_continued(
     assert "generated anew" not in caplog.text
 
 
-async def test_no_cut_goes_through_a_grammar(tmp_path: Path, engine: str) -> None:
-    """T7, CUT-6, I27: of a plain and two constrained calls only the plain one is cut; after the restore
-    all of them answer, and what was constrained parses."""
-    shape = {
-        "type": "object",
-        "properties": {"animal": {"type": "string"}, "legs": {"type": "integer"}},
-        "required": ["animal", "legs"],
+ANIMALS: Final[dict[str, Any]] = {
+    "type": "object",
+    "properties": {
+        "animals": {
+            "type": "array",
+            "items": {"type": "string", "maxLength": 12},
+            "minItems": 10,
+            "maxItems": 10,
+        }
+    },
+    "required": ["animals"],
+}
+SCHEMA: Final[dict[str, Any]] = {
+    "response_format": {
+        "type": "json_schema",
+        "json_schema": {"name": "animals", "schema": ANIMALS},
     }
-    bodies = {
-        "plain": CHAT | SAMPLED,
-        "schema": CHAT
-        | {
-            "max_tokens": 200,
-            "temperature": 0,
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "animal", "schema": shape},
-            },
-        },
-        "regex": CHAT | {"temperature": 0, "grammar": 'root ::= "yes" | "no"', "max_tokens": 8},
+}
+ADD_NUMBERS: Final = (
+    r'root ::= "{\"name\": \"add\", \"arguments\": {\"numbers\": [" [0-9] (", " [0-9]){19} "]}}"'
+)
+
+
+def check_schema(message: Any) -> None:
+    animals = json.loads(message["content"])["animals"]
+    assert [type(animal) for animal in animals] == [str] * 10
+
+
+def check_letters(message: Any) -> None:
+    assert re.fullmatch("[a-z]{120}", message["content"])
+
+
+async def messages_after_a_crash(
+    tmp_path: Path,
+    engine: str,
+    constraints: dict[str, dict[str, Any]],
+    caplog: pytest.LogCaptureFixture,
+    *,
+    api: str,
+) -> dict[str, Any]:
+    """Cut a plain call and constrained ones that all are in flight, crash, and make them again.
+
+    Args:
+        constraints: by the reason for which a call is not cut.
+
+    Returns:
+        The messages of the constrained ones, by the same.
+    """
+    bodies = {"plain": ("", CHAT | SAMPLED)} | {
+        f"constrained{number}": (reason, CHAT | {"temperature": 0, "max_tokens": 200} | constraint)
+        for number, (reason, constraint) in enumerate(constraints.items())
     }
     episodes = [EpisodeId(RolloutId(name)) for name in bodies]
     directory = tmp_path / "checkpoints" / "one"
-    async with open_incarnation(tmp_path, engine) as first:
+    async with open_incarnation(tmp_path, engine, api=api) as first:
         async with trio.open_nursery() as nursery:
-            for name, body in bodies.items():
+            for name, (_, body) in bodies.items():
                 nursery.start_soon(first.call, name, Route.CHAT, body)
-            checkpoint_id, counts = await prepared_with_a_cut(first)
-            assert counts["cut"] == 1
+            with caplog.at_level(logging.INFO):
+                checkpoint_id, counts = await prepared_with_a_cut(first)
+            expected = {"cut": 1, "cut_failed": 0, "cut_skipped": len(constraints)}
+            assert counts | expected == counts
+            for reason in constraints:
+                assert f"1 generations left to be generated anew: {reason}" in caplog.text
             await first.controller.commit(checkpoint_id, str(directory), episodes, timeout_s=20)
             nursery.cancel_scope.cancel()
-    async with open_incarnation(tmp_path, engine, recover=True) as second:
+    async with open_incarnation(tmp_path, engine, api=api, recover=True) as second:
         await second.controller.restore(checkpoint_id, str(directory), episodes, timeout_s=20)
         status = await second.controller.status()
         assert status["policy"].extra["restored_generation_cuts"] == ["plain-a1"]
-        texts = {}
-        for name, body in bodies.items():
+        messages = {}
+
+        async def ask(name: str, reason: str, body: dict[str, Any]) -> None:
             told = await second.call(f"{name}-a1", Route.CHAT, body)
-            texts[name] = told["choices"][0]["message"]["content"]
-    animal = json.loads(texts["schema"])
-    assert isinstance(animal["animal"], str)
-    assert isinstance(animal["legs"], int)
-    assert texts["regex"] in {"yes", "no"}
-    assert texts["plain"]
+            messages[reason] = told["choices"][0]["message"]
+
+        async with trio.open_nursery() as nursery:
+            for name, (reason, body) in bodies.items():
+                nursery.start_soon(ask, name, reason, body)
+    assert messages.pop("")["content"]
+    return messages
+
+
+async def test_no_cut_goes_through_a_grammar(
+    tmp_path: Path, engine: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Trial T7, CUT-6, I27: of four calls in flight only the plain one is cut; after the restore all of
+    them answer, and what was constrained parses, nothing within itself."""
+    constraints = {
+        "response_format:json_schema": SCHEMA,
+        # This model's template knows no tools, so that the grammar of the call is given.
+        "tool_choice:required": {"tool_choice": "required", "grammar": ADD_NUMBERS},
+        "grammar": {"grammar": "root ::= [a-z]{120}"},
+    }
+    messages = await messages_after_a_crash(tmp_path, engine, constraints, caplog, api="llama_cpp")
+    check_schema(messages["response_format:json_schema"])
+    added = json.loads(messages["tool_choice:required"]["content"])
+    assert added["name"] == "add"
+    assert added["arguments"].keys() == {"numbers"}
+    assert [type(number) for number in added["arguments"]["numbers"]] == [int] * 20
+    check_letters(messages["grammar"])
 
 
 @pytest.mark.skipif(VLLM_URL is None, reason="GYMTRIO_VLLM_URL names no vLLM server")
-@pytest.mark.parametrize("settings", [{"temperature": 0}, SAMPLED], ids=["greedy", "sampled"])
+async def test_no_cut_goes_through_a_grammar_of_vllm(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Trial T7, CUT-6, I27: as above; whether vLLM enforces `tool_choice` depends on its parser."""
+    assert VLLM_URL is not None
+    constraints = {
+        "response_format:json_schema": SCHEMA,
+        "structured_outputs": {"structured_outputs": {"regex": "[a-z]{120}"}},
+    }
+    messages = await messages_after_a_crash(tmp_path, VLLM_URL, constraints, caplog, api="vllm")
+    check_schema(messages["response_format:json_schema"])
+    check_letters(messages["structured_outputs"])
+
+
+@pytest.mark.skipif(VLLM_URL is None, reason="GYMTRIO_VLLM_URL names no vLLM server")
+@pytest.mark.parametrize(
+    ("settings", "continues"),
+    [
+        ({"temperature": 0}, True),
+        (SAMPLED, True),
+        ({"temperature": 0, "min_tokens": 60}, True),
+        ({"temperature": 0, "frequency_penalty": 0.5}, False),
+    ],
+    ids=["greedy", "sampled", "at least", "penalised"],
+)
 async def test_a_generation_of_vllm_is_cut_and_continued(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, settings: dict[str, Any]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, settings: dict[str, Any], continues: bool
 ) -> None:
     """CUT-2, CUT-4, I25: the reply is the very prefix that was cut, and a tail within the budget. What
     the tail says is its own affair: batches of vLLM are not bit for bit the same."""
     assert VLLM_URL is not None
+    caplog.set_level(logging.INFO)
     body = CHAT | settings | {"max_tokens": 60, "ignore_eos": True}
     directory = tmp_path / "checkpoints" / "one"
 
@@ -239,6 +329,8 @@ async def test_a_generation_of_vllm_is_cut_and_continued(
         )
         rows: Any = ledger.raise_for_status().json()
         (row,) = rows["rows"]
-        assert 0 < row["continued_token_count"] < 60
+        assert (0 < row["continued_token_count"] < 60) == continues
         assert row["policy_version"] == 7
-    assert "generated anew" not in caplog.text
+    assert ("the call is generated anew: frequency_penalty" in caplog.text) != continues
+    resampled = continues and settings.get("temperature") != 0
+    assert ("a sampled generation is resampled from its token" in caplog.text) == resampled

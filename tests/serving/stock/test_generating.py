@@ -161,6 +161,14 @@ def test_nothing_is_shown_behind_a_stop_string_that_was_noticed() -> None:
     assert max(seen) <= len("abc STOP")
 
 
+def test_a_stop_string_across_a_cut_ends_the_generation_when_it_is_there() -> None:
+    """CUT-4: not only when the text of the whole is looked at."""
+    uncut = generate(ByteEngine("abSTOP" + "c" * 50, 1), stop=("STOP",))
+    again = ByteEngine("abSTOP" + "c" * 50, 1)
+    assert generate(again, cut=uncut, count=4, stop=("STOP",)) == uncut
+    assert again.generated == len("OP")
+
+
 def test_a_prefix_beyond_a_stop_string_is_refused() -> None:
     engine = ByteEngine("ab", 4)
     uncut = generate(engine)
@@ -182,3 +190,5 @@ def test_log_probs_are_put_to_their_tokens() -> None:
         align((5,), [entry(9, -1)])
     with pytest.raises(EngineBroke, match="not a number"):
         align((5,), [{"id": 5, "logprob": None}])
+    with pytest.raises(EngineBroke, match="not a finite number"):
+        align((5,), [entry(5, float("nan"))])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -239,6 +241,75 @@ async def test_another_build_of_the_engine_does_not_continue(autojump_clock: obj
         nursery.cancel_scope.cancel()
 
 
+async def cut_after_three(bench: Bench, **changed: object) -> Any:
+    """Cut a call after three tokens, and leave it."""
+    bench.engine.permits = trio.Semaphore(3)
+    async with trio.open_nursery() as nursery:
+
+        async def call() -> None:
+            await bench.call("a", **changed)
+
+        nursery.start_soon(call)
+        await trio.testing.wait_all_tasks_blocked()
+        entry = await cut(bench, "a")
+        nursery.cancel_scope.cancel()
+    bench.engine.permits = trio.Semaphore(100)
+    assert entry.prefix_token_count == 3
+    return entry
+
+
+async def test_a_sampled_generation_goes_on_with_another_seed(
+    autojump_clock: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    """CUT-2: the first would repeat its beginning; the same place has the same; it is logged."""
+    async with open_bench(Engine()) as bench:
+        entry = await cut_after_three(bench, seed=3, temperature=1.0)
+        with caplog.at_level(logging.INFO):
+            for call_id in ("b", "c"):
+                await bench.call(call_id, continuation_of(entry), seed=3, temperature=1.0)
+        first, *others = (body["seed"] for body in bench.completions())
+        assert first == 3
+        assert others[0] == others[1] != 3
+        assert "a sampled generation is resampled from its token 3 on" in caplog.text
+        await bench.call("d", continuation_of(entry), temperature=1.0)
+        assert "seed" not in bench.completions()[-1], "nobody has chosen one"
+
+
+@pytest.mark.parametrize(("asked", "left"), [(6, 3), (2, 0)])
+async def test_what_was_generated_counts_for_the_least_that_is_asked(
+    asked: int, left: int, autojump_clock: object
+) -> None:
+    """CUT-4, I26: the engine counts what it generates itself, and would not end where it would have."""
+    async with open_bench(Engine()) as bench:
+        entry = await cut_after_three(bench, min_tokens=asked)
+        assert (await bench.call("b", continuation_of(entry), min_tokens=asked)).status == 200
+        assert [body["min_tokens"] for body in bench.completions()] == [asked, left]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"frequency_penalty": 0.5}, {"presence_penalty": -1}, {"bad_words": ["foo bar"]}],
+)
+async def test_what_the_engine_would_forget_at_a_cut_is_not_continued(
+    setting: dict[str, object], autojump_clock: object
+) -> None:
+    """CUT-4, CUT-7, I26: settings that look at the output so far, which to it is prompt."""
+    async with open_bench(Engine()) as bench:
+        entry = await cut_after_three(bench, **setting)
+        reply = await bench.call("b", continuation_of(entry), **setting)
+        assert reply.status == 409
+        error: Any = reply.body["error"]
+        assert error["code"] == "continuation_refused"
+        assert next(iter(setting)) in error["detail"]
+        nothing: dict[str, object] = {
+            "frequency_penalty": 0,
+            "presence_penalty": 0.0,
+            "bad_words": [],
+        }
+        entry = await cut_after_three(bench, **nothing)
+        assert (await bench.call("b", continuation_of(entry), **nothing)).status == 200
+
+
 @pytest.mark.parametrize(
     "constraint",
     [
@@ -250,12 +321,19 @@ async def test_another_build_of_the_engine_does_not_continue(autojump_clock: obj
 async def test_constrained_calls_go_to_the_engine_as_they_are(
     constraint: dict[str, object], autojump_clock: object
 ) -> None:
-    """CUT-6, I27"""
+    """CUT-6, I27: but for the model, which has the name that the engine gives it, as in other calls."""
     async with open_bench(Engine()) as bench:
-        reply = await bench.call("a", **constraint)
+        reply = await bench.call("a", model="policy", **constraint)
         assert not reply.evidence
-        assert bench.plain.bodies == [BODY | constraint]
+        assert bench.plain.bodies == [BODY | constraint | {"model": "m"}]
         assert (await cut(bench, "a")).disposition is Disposition.DURABLE_FAILURE
+
+
+async def test_a_call_on_nobodys_behalf_names_the_engines_model(autojump_clock: object) -> None:
+    async with open_bench(Engine()) as bench:
+        reply = await bench.backend.generate(Route.CHAT, BODY | {"model": "policy"}, call_id=None)
+        assert not reply.evidence
+        assert bench.plain.bodies == [BODY | {"model": "m"}]
 
 
 async def test_what_the_engine_refuses_is_told_as_it_said_it(autojump_clock: object) -> None:
@@ -285,6 +363,14 @@ async def test_a_prompt_without_room_is_refused(autojump_clock: object) -> None:
         ([event(100, token_ids=["a"])], "not a list of token ids"),
         ([event(100, "abort")], "it ended by 'abort'"),
         ([event(100, logprobs={"token_logprobs": [None]})], "not a number"),
+        ([event(100, logprobs={"token_logprobs": ["-1.0"]})], "not a number"),
+        ([event(100, logprobs={"token_logprobs": [math.nan]})], "not a finite number"),
+        ([event(100, logprobs={"token_logprobs": [-math.inf]})], "not a finite number"),
+        ([event(100, logprobs={"token_logprobs": [-(10**400)]})], "not a finite number"),
+        ([event(100, logprobs={"token_logprobs": [-1.0, -2.0]})], "1 token ids, 2 log-probs"),
+        ([event(100, logprobs={"token_logprobs": 7})], "1 token ids, 0 log-probs"),
+        ([event(100, token_ids=[-1])], "not all of them are token ids"),
+        ([event(100, token_ids=[2**32])], "not all of them are token ids"),
         ([{"choices": [7]}], "no objects"),
         ([{"error": {"message": "out of memory"}}], "out of memory"),
         ([event(100), event(101)], "broke off after 2 tokens"),

@@ -104,13 +104,10 @@ class Episode:
     def exportable(self) -> bool:
         return not self.blocks
 
-    def boundary_maker(self) -> Callable[[], object]:
-        """What gives the boundary as it stands now, also when the episode has ended since.
-
-        Its answer: where the episode can continue, or None: from its input.
-        """
-        state = self._boundary
-        return state if callable(state) else lambda: state
+    @property
+    def last_boundary(self) -> object:
+        """The last boundary as it was given, for `boundary_of`; also once the episode has ended."""
+        return self._boundary
 
     async def boundary(self, state: object | Callable[[], object]) -> None:
         """See `Steps.boundary`."""
@@ -236,6 +233,15 @@ class Episode:
         if self.stopping is not None:
             return f"stopping, {self.doing}"
         return f"{self.state.value}: {self.doing}"
+
+
+def boundary_of(given: object) -> object:
+    """Where an episode can continue, or None: from its input.
+
+    Args:
+        given: to `Episode.boundary`, a callable that gives it or itself.
+    """
+    return given() if callable(given) else given
 
 
 class Episodes:

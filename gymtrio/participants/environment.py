@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, MutableSequence, Sequence
 from functools import partial
 from itertools import chain
-from typing import Final, TypeAlias, TypeVar, cast
+from typing import Final, TypeVar, cast
 
 import attrs
 import trio
@@ -29,7 +29,7 @@ from outcome import Value
 from gymtrio.checkpoint.participant import Export
 from gymtrio.episodes.blockers import Blocker, report_of
 from gymtrio.episodes.cleanups import Cleanups
-from gymtrio.episodes.episode import Episode, Episodes, EpisodeTimedOut
+from gymtrio.episodes.episode import Episode, Episodes, EpisodeTimedOut, boundary_of
 from gymtrio.episodes.signal import Signal
 from gymtrio.episodes.tickets import Ticket, Tickets
 from gymtrio.errors import CheckpointConflict, InvalidCheckpointState, InvalidPhase, StaleAttempt
@@ -48,10 +48,6 @@ T = TypeVar("T")
 
 OWED_CLEANUPS_AT_ONCE_MAX: Final = 64
 """Episodes cleaned up in parallel after a resume: more would only queue at the other servers."""
-
-
-_Noted: TypeAlias = tuple[EpisodeId, str, Callable[[], object]]
-"""An episode, the digest of its task, and what gives its boundary."""
 
 
 @attrs.frozen(kw_only=True)
@@ -312,24 +308,17 @@ class EnvironmentParticipant(ParticipantBase):
         await trio.lowlevel.checkpoint()
         if not self.ready():
             raise InvalidPhase("no longer ready: " + ", ".join(self.report().blockers))
-        # Noted in one instant, in as little as can be; made while they are written.
-        digests = self._digests
-        waiting = {
-            episode_id.capture_key: (episode_id, entry) for episode_id, entry in self.restored
-        }
-        noted: dict[CaptureKey, _Noted] = {
-            CaptureKey(key): (episode.episode_id, digests[key], episode.boundary_maker())
-            for key, episode in self.episodes.live.items()
-        }
-        for result in self.results:
-            boundary = partial(last_boundary, result.outcome)
-            key = result.episode_id.capture_key
-            noted[key] = (result.episode_id, result.task_digest, boundary)
-        # The rest need not be in the same slice.
-        await trio.lowlevel.checkpoint()
-        chosen = waiting.keys() | noted.keys()
-        keys = tuple(sorted(chosen if scope is None else chosen & scope))
-        return Export(records=_made(waiting, noted, keys), episode_ids=keys)
+        live = list(self.episodes.live.values())
+        noted = _Noted(
+            live=live,
+            boundaries=[episode.last_boundary for episode in live],
+            digests=self._digests.copy(),
+            results=[*self.results],
+            waiting=[*self.restored],
+        )
+        makers = await noted.makers()
+        keys = tuple(sorted(makers if scope is None else makers.keys() & scope))
+        return Export(records=(makers[key]() for key in keys), episode_ids=keys)
 
     def unclaimed_outside(self, scope: frozenset[CaptureKey] | None) -> list[EpisodeId]:
         return self.restored.outside(scope)
@@ -418,8 +407,44 @@ async def _clean_up_later(ticket: Ticket, cleanups: Cleanups) -> None:
         await cleanups.run()
 
 
-def _record(episode_id: EpisodeId, digest: str, boundary: Callable[[], object]) -> Record:
-    state = boundary()
+@attrs.frozen(kw_only=True)
+class _Noted:
+    """All that there was in one instant: references only, which takes a millisecond for thousands."""
+
+    live: list[Episode]
+    boundaries: list[object]
+    """Of the live ones, each as it was given."""
+    digests: dict[str, str]
+    """Of their tasks, by capture key."""
+    results: list[Result]
+    waiting: list[tuple[EpisodeId, EnvironmentRecord]]
+
+    async def makers(self) -> dict[CaptureKey, Callable[[], Record]]:
+        """What makes the record of each episode; a result says more of one than that it is live, and
+        that more than what was restored of it."""
+        made: dict[CaptureKey, Callable[[], Record]] = {}
+        slices = Slices()
+        await slices.pause()
+        for episode_id, entry in self.waiting:
+            made[episode_id.capture_key] = partial(make_record, episode_id, entry)
+            if slices.is_over:
+                await slices.pause()
+        for episode, boundary in zip(self.live, self.boundaries, strict=True):
+            key = episode.episode_id.capture_key
+            made[key] = partial(_record, episode.episode_id, self.digests[key], boundary)
+            if slices.is_over:
+                await slices.pause()
+        for result in self.results:
+            last = partial(last_boundary, result.outcome)
+            key = result.episode_id.capture_key
+            made[key] = partial(_record, result.episode_id, result.task_digest, last)
+            if slices.is_over:
+                await slices.pause()
+        return made
+
+
+def _record(episode_id: EpisodeId, digest: str, boundary: object) -> Record:
+    state = boundary_of(boundary)
     return make_record(
         episode_id,
         EnvironmentRecord(
@@ -427,12 +452,3 @@ def _record(episode_id: EpisodeId, digest: str, boundary: Callable[[], object]) 
             boundary=None if state is None else encode(state, f"episode {episode_id}"),
         ),
     )
-
-
-def _made(
-    waiting: dict[CaptureKey, tuple[EpisodeId, EnvironmentRecord]],
-    noted: dict[CaptureKey, _Noted],
-    keys: Sequence[CaptureKey],
-) -> Iterator[Record]:
-    for key in keys:
-        yield _record(*noted[key]) if key in noted else make_record(*waiting[key])

@@ -8,7 +8,14 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from gymtrio.episodes.episode import Episode, EpisodeState, EpisodeTimedOut, OnClose, StepMode
+from gymtrio.episodes.episode import (
+    Episode,
+    EpisodeState,
+    EpisodeTimedOut,
+    OnClose,
+    StepMode,
+    boundary_of,
+)
 from gymtrio.errors import CheckpointConflict, SessionConflict, StaleAttempt, TransportError
 from gymtrio.ids import EpisodeId, RolloutId
 from tests.helpers.gated import Gated, open_gated
@@ -63,7 +70,7 @@ def stepping(
 def exported(gated: Gated) -> object:
     live = gated.only()
     assert live.exportable
-    return live.boundary_maker()()
+    return boundary_of(live.last_boundary)
 
 
 # -- boundaries -------------------------------------------------------------------------------
@@ -147,11 +154,11 @@ async def test_what_is_exported_stays_as_it_was_at_export(autojump_clock: MockCl
     async with open_gated() as gated:
         gated.close()
         await gated.start(R, stepping(Held(), StepMode.REPLAY))
-        make = gated.only().boundary_maker()
+        given = gated.only().last_boundary
         gated.only().retire()
         await wait_all_tasks_blocked()
         assert not gated.episodes.live
-        assert make() == "before"
+        assert boundary_of(given) == "before"
 
 
 # -- wait steps -------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from trio.testing import wait_all_tasks_blocked
 
-from gymtrio.episodes.episode import Episode, EpisodeState, OnClose, StepMode
+from gymtrio.episodes.episode import Episode, EpisodeState, OnClose, StepMode, boundary_of
 from gymtrio.errors import GymtrioError, StaleAttempt, TransportError
 from gymtrio.ids import EpisodeId, RolloutId
 from tests.helpers.gated import Gated, open_gated
@@ -265,7 +265,7 @@ class Comparison:
             episode = live[name.capture_key]
             assert episode.state is model.expected_state()
             assert episode.exportable == (not model.blocks and not model.retired)
-            assert episode.boundary_maker()() == model.boundary
+            assert boundary_of(episode.last_boundary) == model.boundary
             assert puppet.outcomes == []
         assert self.gated.episodes.blocking == sum(
             model.blocks or model.retired for model in self.models if model.state != "absent"

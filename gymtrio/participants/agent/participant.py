@@ -140,9 +140,13 @@ class AgentParticipant(ParticipantBase):
                 + ", ".join(f"{k} of {wanted[k].episode_id}" for k in missing[:BLOCKERS_LISTED_MAX])
             )
         noted: dict[EpisodeId, list[Callable[[], SessionRecord]]] = {}
+        slices = Slices()
+        await slices.pause()
         for key, session in wanted.items():
-            if key in states:
+            if key in states and not session.retired:
                 noted.setdefault(session.episode_id, []).append(note(session, states[key]))
+            if slices.is_over:
+                await slices.pause()
         by_key = {episode_id.capture_key: episode_id for episode_id in noted}
         keys = tuple(sorted(by_key))
         return Export(

@@ -7,6 +7,7 @@ from functools import partial
 
 import attrs
 
+from gymtrio.episodes.episode import boundary_of
 from gymtrio.errors import InvalidCheckpointState
 from gymtrio.ids import EpisodeId
 from gymtrio.participants.agent.hooks import RestoredSession
@@ -55,11 +56,13 @@ def note(session: AgentSession, state: object) -> Callable[[], SessionRecord]:
         the detail names episode and session.
     """
     running, boundary = session.activation, None
-    if running is not None and running.index == session.next_index:
-        assert running.episode is not None
-        boundary = running.episode.boundary_maker()
-    # One that has completed waits only for its reply to be sent, and that is stored already.
     waiting = session.interrupted if running is None else None
+    if running is not None and running.index != session.next_index:
+        # It has completed and waits only for its reply to be sent, and that is stored already.
+        running = None
+    if running is not None:
+        assert running.episode is not None
+        boundary = running.episode.last_boundary
     return partial(_encoded, session, state, session.completed, running, boundary, waiting)
 
 
@@ -68,13 +71,13 @@ def _encoded(
     state: object,
     done: Completed | None,
     running: Activation | None,
-    boundary: Callable[[], object] | None,
+    boundary: object,
     waiting: Interrupted | None,
 ) -> SessionRecord:
     where = f"episode {session.episode_id}, session {session.key}"
     activation = None
-    if running is not None and boundary is not None:
-        at = boundary()
+    if running is not None:
+        at = boundary_of(boundary)
         activation = ActivationRecord(
             index=running.index,
             request_digest=running.request_digest,

@@ -47,13 +47,14 @@ the frames of the caller."""
 OPAQUE_INTEGER_DIGITS_MAX: Final = 4_300
 """Python refuses to parse longer decimal integers; refusing at export beats failing at restore."""
 
-LOOP_SLICE_S: Final = 0.002
+LOOP_SLICE_S: Final = 0.001
 """Work on the event loop yields after this long. A control call takes some twenty turns of the
 loop, each with a slice of a commit in it, and has a tenth of a second (CTL-10)."""
 
-WAKE_SLICE_TASKS: Final = 250
+WAKE_SLICE_TASKS: Final = 100
 """Parked tasks woken per pass of the loop: a batch runs whole before I/O is looked at again. An
-episode that goes on to its next step takes 10 to 20 us."""
+episode that goes on to its next step takes 10 to 20 us, and the resume that let it is answered
+meanwhile, see above."""
 
 READINESS_POLL_S: Final = 1.0
 """A waiting prepare looks again at least this often, should a change go unannounced."""

@@ -30,6 +30,7 @@ from gymtrio.checkpoint.deadlines import monotonic_deadline
 from gymtrio.checkpoint.jobs import Job, wait_all_ended
 from gymtrio.checkpoint.lease import watch_lease
 from gymtrio.checkpoint.opened import (
+    Arguments,
     OpenCheckpoint,
     check_replacements,
     commit_arguments,
@@ -317,7 +318,7 @@ class Control:
         arguments = restore_arguments(request)
         opened = self._open
         if opened is None:
-            opened = self._begin_restore(request, deadline)
+            opened = self._begin_restore(request, arguments, deadline)
         else:
             opened.check_holder(request)
             if opened.restore is None:
@@ -327,14 +328,16 @@ class Control:
         assert opened.restore is not None
         return await opened.restore.wait(deadline)
 
-    def _begin_restore(self, request: RestoreRequest, deadline: float) -> OpenCheckpoint:
+    def _begin_restore(
+        self, request: RestoreRequest, arguments: Arguments, deadline: float
+    ) -> OpenCheckpoint:
         self._participant.check_installable()
         check_replacements(request, self._participant.admission.fences)
         opened = OpenCheckpoint(
             checkpoint_id=request.checkpoint_id,
             nonce=request.controller_nonce,
             lease_expires=deadline + self._lease_grace_s,
-            arguments=restore_arguments(request),
+            arguments=arguments,
             awaited=self._awaiting_restore,
             scope=request.episode_ids,
         )

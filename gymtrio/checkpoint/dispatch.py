@@ -11,7 +11,7 @@ import trio
 from gymtrio.checkpoint.control import Control
 from gymtrio.context import CheckpointWork, checkpoint_context
 from gymtrio.errors import InvalidRequest, NotFound
-from gymtrio.ids import EpisodeId
+from gymtrio.ids import EpisodeId, RolloutId
 from gymtrio.storage.slices import LoopSlice
 from gymtrio.strict import MalformedValue, structure
 from gymtrio.wire.codec import from_json, json_to_plain
@@ -83,6 +83,11 @@ def _class_of(operation: str) -> type[ControlRequest]:
 
 
 def _named(value: object, index: int) -> EpisodeId:
+    if type(value) is dict and len(value) == 2:
+        # What nearly all of thousands are; the strict way takes three times as long.
+        rollout_id, attempt = value.get("rollout_id"), value.get("attempt")
+        if type(rollout_id) is str and type(attempt) is int:
+            return EpisodeId(RolloutId(rollout_id), attempt)
     try:
         return structure(EpisodeId, value)
     except MalformedValue as error:

@@ -40,10 +40,11 @@ class Fences:
             epoch: None: the restore named none. Then no execution that names one is the current one.
         """
         for episode_id in episode_ids:
-            self.refuse(episode_id)
+            rollout_id, attempt = episode_id.rollout_id, episode_id.attempt
             # Attempts that stand below the mark are refused whatever their epoch: the highest counts.
-            if self._refused[episode_id.rollout_id] == episode_id.attempt:
-                self._executions[episode_id.rollout_id] = (episode_id.attempt + 1, epoch)
+            if attempt >= self._refused.get(rollout_id, -1):
+                self._refused[rollout_id] = attempt
+                self._executions[rollout_id] = (attempt + 1, epoch)
 
     def epoch_of(self, episode_id: EpisodeId, otherwise: str | None = None) -> str | None:
         """The epoch of this attempt's current execution; None: the restore that made it gave none.

@@ -75,6 +75,8 @@ class FrameDecoder:
         """What came after the buffer. It is joined once per frame, not once per piece: a frame that
         comes in a thousand pieces would be copied a thousand times."""
         self._pieces_bytes = 0
+        self._next: tuple[bytes, int] | None = None
+        """Where the frames go on after the buffer: a piece, and a place in it."""
         self._needed = 1
         """Fewer pending bytes than this say nothing new."""
         self._broken: str | None = None
@@ -87,7 +89,11 @@ class FrameDecoder:
     @property
     def pending_bytes(self) -> int:
         """Bytes of a frame that is not whole yet: not zero at the end means truncation."""
-        return len(self._buffer) - self._start + self._pieces_bytes
+        pending = len(self._buffer) - self._start + self._pieces_bytes
+        if self._next is not None:
+            piece, start = self._next
+            pending += len(piece) - start
+        return pending
 
     def next_frame(self) -> Frame | None:
         """Give the next whole frame, or None when more bytes are needed.
@@ -111,7 +117,13 @@ class FrameDecoder:
             raise FrameError(self._broken)
         if self._pieces and (self.pending_bytes >= self._needed or len(self._pieces) > _PIECES_MAX):
             self._join()
-        found: list[Frame] = []
+        found = self._take_whole([], count_max)
+        if self._next is not None and len(found) != count_max:
+            (self._buffer, self._start), self._next = self._next, None
+            self._take_whole(found, count_max)
+        return found
+
+    def _take_whole(self, found: list[Frame], count_max: int | None) -> list[Frame]:
         buffer, start = self._buffer, self._start
         whole = len(buffer)
         while whole - start >= HEADER_BYTES and len(found) != count_max:
@@ -144,9 +156,18 @@ class FrameDecoder:
 
     def _join(self) -> None:
         rest = self._buffer[self._start :]
-        # A lone chunk of `bytes` is taken as it is.
-        self._buffer = b"".join((rest, *self._pieces)) if rest else b"".join(self._pieces)
-        self._start = 0
+        if self._next is not None:
+            piece, start = self._next
+            rest += piece[start:]
+        self._start, self._next = 0, None
+        missing = self._needed - len(rest)
+        if len(rest) >= HEADER_BYTES and missing > 0 and len(self._pieces) == 1:
+            # Only the frame that its border cuts is made whole; a file's piece is a megabyte.
+            (piece,) = self._pieces
+            self._buffer, self._next = rest + piece[:missing], (piece, missing)
+        else:
+            # A lone piece of `bytes` is taken as it is.
+            self._buffer = b"".join((rest, *self._pieces)) if rest else b"".join(self._pieces)
         self._drop_pieces()
 
     def _drop_pieces(self) -> None:
@@ -155,7 +176,7 @@ class FrameDecoder:
 
     def _fail(self, found: list[Frame], why: str) -> list[Frame]:
         self._broken = why
-        self._buffer = b""
+        self._buffer, self._next = b"", None
         self._start = 0
         self._drop_pieces()
         if not found:

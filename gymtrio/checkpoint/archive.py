@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableSequence, Sequence
+from collections.abc import Iterable, Mapping, MutableSequence, Sequence
 from typing import Protocol
 
 import attrs
 
 from gymtrio.checkpoint.participant import Export
-from gymtrio.ids import CaptureKey, CheckpointId
+from gymtrio.ids import CaptureKey, CheckpointId, EpisodeId
 from gymtrio.storage.publication import Publication
 from gymtrio.storage.records import Identity, Record
 from gymtrio.storage.writer import WrittenPart
@@ -86,7 +86,7 @@ class Archive(Protocol):
         *,
         kind: Kind,
         instance: str,
-        scope: frozenset[CaptureKey] | None,
+        scope: Mapping[CaptureKey, EpisodeId],
     ) -> Loaded:
         """Verify the whole part and give the records of the scope.
 

@@ -8,7 +8,7 @@ import trio
 
 from gymtrio.checkpoint.archive import Loaded
 from gymtrio.checkpoint.participant import Export, WriteElsewhere
-from gymtrio.ids import CaptureKey, CheckpointId
+from gymtrio.ids import CaptureKey, CheckpointId, EpisodeId
 from gymtrio.ports import Randomness
 from gymtrio.storage import manifest as manifests
 from gymtrio.storage.bounds import RELEASE_S_MAX
@@ -126,7 +126,7 @@ class DirectoryArchive:
         *,
         kind: Kind,
         instance: str,
-        scope: frozenset[CaptureKey] | None,
+        scope: Mapping[CaptureKey, EpisodeId],
     ) -> Loaded:
         place = await self._root.accept(self._disk, checkpoint_dir)
         stored = await read_checkpoint(

@@ -11,7 +11,6 @@ from gymtrio.checkpoint.opened import OpenCheckpoint
 from gymtrio.checkpoint.participant import Participant
 from gymtrio.checkpoint.phases import Step
 from gymtrio.errors import CheckpointError
-from gymtrio.ids import keys_of
 from gymtrio.wire.control import Phase, RestoreReply, RestoreRequest
 
 LOG = logging.getLogger(__name__)
@@ -38,7 +37,7 @@ async def restore_once(
         request.checkpoint_dir,
         kind=participant.kind,
         instance=participant.instance,
-        scope=keys_of(request.episode_ids),
+        scope={e.capture_key: e for e in request.episode_ids},
     )
     if opened.resumed:
         raise CheckpointError("a resume came before the restore")

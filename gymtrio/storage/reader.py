@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping
 from functools import partial
 
 import attrs
@@ -50,7 +50,7 @@ async def read_checkpoint(
     *,
     kind: str,
     instance: str,
-    scope: Set[CaptureKey] | None,
+    scope: Collection[CaptureKey] | None,
 ) -> LoadedCheckpoint:
     """Verify the whole of it and give the records of a scope (STO-4).
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Final, NoReturn, TypeVar
 
 import attrs
@@ -137,7 +137,8 @@ class PartDecoder:
 
     Args:
         identity: what the head must say.
-        scope: capture keys whose records are wanted; None: all.
+        scope: capture keys whose records are wanted; None: all. A mapping has the ids of them, which
+            then need not be read from the keys.
         where: the file, for errors.
         seen: keys of the parts before; those of this part are added.
 
@@ -149,7 +150,7 @@ class PartDecoder:
         self,
         identity: Identity,
         *,
-        scope: Set[CaptureKey] | None,
+        scope: Collection[CaptureKey] | None,
         where: str,
         seen: set[str] | None = None,
     ) -> None:
@@ -160,6 +161,9 @@ class PartDecoder:
         self.record_count = 0
         self._identity = identity
         self._scope = scope
+        self._ids: Mapping[str, EpisodeId] = {}
+        if isinstance(scope, Mapping):
+            self._ids = scope
         self._where = where
         self._seen: set[str] = set() if seen is None else seen
         self._frames = FrameDecoder(payload_bytes_max=_FRAME_BYTES_MAX)
@@ -259,12 +263,14 @@ class PartDecoder:
             self._keep(unfinished.key, unfinished.chunks)
 
     def _keep(self, key: str, chunks: list[bytes]) -> None:
-        try:
-            episode_id = parse_capture_key(key)
-        except InvalidRolloutId as error:
-            self._refuse(error.detail)
+        episode_id = self._ids.get(key)
+        if episode_id is None:
+            try:
+                episode_id = parse_capture_key(key)
+            except InvalidRolloutId as error:
+                self._refuse(error.detail)
         if len(chunks) == 1:
-            self.records[episode_id.capture_key] = Record(episode_id, chunks[0])
+            self.records[CaptureKey(key)] = Record(episode_id, chunks[0])
         else:
             self.large[episode_id] = chunks
 

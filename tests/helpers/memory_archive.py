@@ -6,13 +6,15 @@ read. What a test holds shut waits there until it is let go or cancelled.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import attrs
 import trio
 
 from gymtrio.checkpoint.archive import Loaded
 from gymtrio.checkpoint.participant import Export
 from gymtrio.errors import CheckpointError, InvalidCheckpointState
-from gymtrio.ids import CaptureKey, CheckpointId
+from gymtrio.ids import CaptureKey, CheckpointId, EpisodeId
 from gymtrio.storage.publication import Publication
 from gymtrio.storage.records import Record
 from gymtrio.wire.control import Kind
@@ -101,7 +103,7 @@ class MemoryArchive:
         *,
         kind: Kind,
         instance: str,
-        scope: frozenset[CaptureKey] | None,
+        scope: Mapping[CaptureKey, EpisodeId],
     ) -> Loaded:
         await self.reading.pass_through()
         if self.failure is not None:
@@ -111,6 +113,6 @@ class MemoryArchive:
             raise InvalidCheckpointState(f"{checkpoint_dir}: no manifest for {instance}")
         return Loaded(
             checkpoint_id=part.checkpoint_id,
-            records=[r for r in part.records if scope is None or r.episode_id.capture_key in scope],
+            records=[r for r in part.records if r.episode_id.capture_key in scope],
             manifest_fields=part.fields,
         )

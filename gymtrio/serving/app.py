@@ -221,7 +221,7 @@ async def open_asgi(
         )
         identity = Identity(kind=server_app.kind.value, instance=name)
         shown = metrics if deployment.metrics else None
-        framework: Any = build_framework(identity, not_ready, shown)
+        framework: Any = build_framework(identity, not_ready, shown, service.more_metrics)
         if control is not None:
             add_control_routes(framework, control, deployment.checkpoint)
         if service.add_routes is not None:

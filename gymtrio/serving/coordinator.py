@@ -19,11 +19,12 @@ from gymtrio.checkpoint.routes import serve_control
 from gymtrio.errors import SettingsError
 from gymtrio.limits import CONTROL_BODY_BYTES_MAX
 from gymtrio.participants.policy.coordinator import CoordinatedPolicy
-from gymtrio.participants.policy.link import COORDINATOR_ROLE
+from gymtrio.participants.policy.link import COORDINATOR_ROLE, METRICS_KIND
 from gymtrio.serving.app import STATE_DIR_DEFAULT
 from gymtrio.serving.controlplane import open_control_plane
 from gymtrio.serving.deployment import Deployment
 from gymtrio.serving.host import HostPorts
+from gymtrio.serving.metrics import CheckpointMetrics
 from gymtrio.serving.model_server import ModelSettings
 from gymtrio.settings import load_settings
 from gymtrio.wire.calls_in import IncomingCall
@@ -98,9 +99,16 @@ async def open_coordinator(
         assert control is not None
         opened.append(control)
 
+        metrics = CheckpointMetrics(control)
+
         async def control_call(call: IncomingCall) -> None:
+            if call.kind == METRICS_KIND:
+                call.reply(body=metrics.render())
+                return
+            operation = call.head.decode("ascii", "replace")
             body = await call.read(CONTROL_BODY_BYTES_MAX)
-            reply = await serve_control(opened[0], call.head.decode("ascii", "replace"), body)
+            reply = await serve_control(opened[0], operation, body)
+            metrics.operation_ended(operation, 200)
             participant.publish_state()
             call.reply(body=reply)
 

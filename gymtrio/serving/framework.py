@@ -6,10 +6,11 @@ Everything that Quart would answer in HTML is answered in JSON, and key order is
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 import attrs
+import trio
 from quart import Response as QuartResponse
 from quart_trio import QuartTrio
 from werkzeug.exceptions import HTTPException
@@ -17,7 +18,7 @@ from werkzeug.exceptions import MethodNotAllowed as WrongMethod
 from werkzeug.exceptions import NotFound as NoSuchRoute
 from werkzeug.routing import RequestRedirect
 
-from gymtrio.errors import Refusal
+from gymtrio.errors import GymtrioError, Refusal
 from gymtrio.limits import CONTROL_BODY_BYTES_MAX
 from gymtrio.serving.http import Response, json_response, refusal_response
 from gymtrio.serving.metrics import (
@@ -30,6 +31,7 @@ from gymtrio.serving.metrics import (
 )
 
 BODY_TIMEOUT_S: Final = 60
+MORE_METRICS_S: Final = 2.0
 RESERVED_PREFIXES: Final = ("/ng-control/",)
 """Never a tool's name: a server without checkpointing answers 404 here."""
 
@@ -66,12 +68,14 @@ def build_framework(
     identity: Identity,
     not_ready: Callable[[], str | None],
     metrics: ServerMetrics | None = None,
+    more_metrics: Callable[[], Awaitable[bytes]] | None = None,
 ) -> QuartTrio:
     """Make the application with its health routes and JSON errors.
 
     Args:
         not_ready: why the server does not accept work now; None: it does.
         metrics: shown to whoever asks; None: to nobody.
+        more_metrics: shown after them (`gymtrio.serving.host.Service`).
     """
     app = QuartTrio(__name__, static_folder=None)
     app.json.sort_keys = False  # type: ignore[attr-defined]
@@ -97,7 +101,15 @@ def build_framework(
 
         @app.get(METRICS_PATH)
         async def show_metrics() -> QuartResponse:
-            return QuartResponse(metrics.render(), content_type=CONTENT_TYPE)
+            text = metrics.render()
+            if more_metrics is not None:
+                # A scraper gives up after some seconds, and half is better than nothing.
+                with trio.move_on_after(MORE_METRICS_S):
+                    try:
+                        text += await more_metrics()
+                    except GymtrioError as error:
+                        _log.warning("metrics of another process are missing: %s", error)
+            return QuartResponse(text, content_type=CONTENT_TYPE)
 
     return app
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Generic, TypeAlias, TypeVar
@@ -83,6 +83,9 @@ class Service:
     """Adds an author's own routes to the framework's application."""
     not_ready: Callable[[], str | None] | None = None
     """Why it accepts no work now, for `/ready`; None: it does."""
+    more_metrics: Callable[[], Awaitable[bytes]] | None = None
+    """What another process tells of this server, shown by `/metrics` after its own; in the same text
+    format, of other families. May raise a `GymtrioError`: then it is left out."""
 
 
 OpenService: TypeAlias = Callable[[ServiceHost[S]], AbstractAsyncContextManager[Service]]

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sized
 from typing import Final
 
-import attrs
 from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -43,125 +42,33 @@ _CUTS: Final = {"cut": "cut", "cut_failed": "failed", "cut_skipped": "skipped"}
 """Counts of a policy's report, and the outcomes that they are of."""
 
 
-@attrs.define
-class _Counted:
-    """What has happened since the start."""
+class CheckpointMetrics(Collector):
+    """The metrics of one control plane, in whichever process it is."""
 
-    requests: dict[tuple[str, int], int] = attrs.field(factory=dict)
-    """By route and status."""
-    cuts: dict[str, int] = attrs.field(factory=lambda: dict.fromkeys(_CUTS.values(), 0))
-    cuts_of: str | None = None
-    """The checkpoint whose cuts were counted last."""
-
-
-class ServerMetrics(Collector):
-    """The metrics of one running server.
-
-    Args:
-        kind, instance: who it is.
-        control, admission: of its participant; None: checkpointing is off.
-        pool: what it holds; None: outgoing calls go another way.
-        in_work: requests that handlers work on.
-    """
-
-    def __init__(
-        self,
-        *,
-        kind: str,
-        instance: str,
-        control: Control | None = None,
-        admission: Admission | None = None,
-        pool: Callable[[Lane], PoolStatistics] | None = None,
-        in_work: Sized = (),
-    ) -> None:
-        self._who = (kind, instance)
+    def __init__(self, control: Control) -> None:
         self._control = control
-        self._admission = admission
-        self._pool = pool
-        self._in_work = in_work
-        self._counted = _Counted()
+        self._cuts = dict.fromkeys(_CUTS.values(), 0)
+        self._cuts_of: str | None = None
+        """The checkpoint whose cuts were counted last."""
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
-        ProcessCollector(registry=self._registry)
-        self._operations = Histogram(
-            "gymtrio_checkpoint_operation_duration_seconds",
-            "Control calls, from request to reply.",
-            ["operation", "status"],
-            buckets=OPERATION_BUCKETS_S,
-            registry=self._registry,
-        )
 
-    # -- counting -----------------------------------------------------------------------------
-
-    def request_ended(self, route: str, status: int) -> None:
-        """Count an answered request.
-
-        Args:
-            route: one of the server's own routes, or what sort of route it was.
-            status: as it was sent; 0: the caller left before.
-        """
-        requests = self._counted.requests
-        requests[route, status] = requests.get((route, status), 0) + 1
-
-    def _operation_ended(self, operation: str, status: int, took_s: float) -> None:
-        known = operation if operation in REQUESTS or operation == "status" else "unknown"
-        self._operations.labels(known, str(status)).observe(took_s)
-        if (known, status) == ("commit", 200):
-            self._count_cuts()
-
-    def _count_cuts(self) -> None:
-        """Once per checkpoint, however often its commit is repeated."""
-        if self._control is None:
+    def operation_ended(self, operation: str, status: int) -> None:
+        """Count the cuts of a commit, once per checkpoint, however often it is repeated."""
+        if (operation, status) != ("commit", 200):
             return
-        status = self._control.status()
-        if status.checkpoint_id is not None and status.checkpoint_id != self._counted.cuts_of:
-            self._counted.cuts_of = status.checkpoint_id
+        now = self._control.status()
+        if now.checkpoint_id is not None and now.checkpoint_id != self._cuts_of:
+            self._cuts_of = now.checkpoint_id
             for name, outcome in _CUTS.items():
-                self._counted.cuts[outcome] += status.report.counts.get(name, 0)
-
-    def framework_ended(self, path: str, status: int, took_s: float) -> None:
-        """Count a request that the framework served."""
-        if path.startswith(f"{CONTROL_PREFIX}/"):
-            self.request_ended("control", status)
-            self._operation_ended(path.removeprefix(f"{CONTROL_PREFIX}/"), status, took_s)
-        else:
-            self.request_ended(path if path in OWN_PATHS else FRAMEWORK_ROUTE, status)
-
-    # -- telling ------------------------------------------------------------------------------
+                self._cuts[outcome] += now.report.counts.get(name, 0)
 
     def render(self) -> bytes:
-        """Everything, in Prometheus' text format."""
+        """These alone, in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        kind, instance = self._who
-        server = GaugeMetricFamily("gymtrio_server", "Who answers.", labels=["kind", "instance"])
-        server.add_metric([kind, instance], 1)
-        yield server
-        yield GaugeMetricFamily(
-            "gymtrio_requests_running", "Requests in work or parked.", len(self._in_work)
-        )
-        requests = CounterMetricFamily(
-            "gymtrio_requests",
-            "Requests answered; status 0: the caller left.",
-            labels=["route", "status"],
-        )
-        for (route, status), count in sorted(self._counted.requests.items()):
-            requests.add_metric([route, str(status)], count)
-        yield requests
-        if self._pool is not None:
-            yield from _pool(self._pool)
-        if self._control is not None:
-            yield from self._checkpoint(self._control)
-        if self._admission is not None:
-            yield GaugeMetricFamily(
-                "gymtrio_gate_waiting_requests",
-                "Requests parked at the gate.",
-                self._admission.waiting,
-            )
-
-    def _checkpoint(self, control: Control) -> Iterator[Metric]:
-        status = control.status()
+        status = self._control.status()
         phases = GaugeMetricFamily(
             "gymtrio_checkpoint_phase", "1 for the phase that it is in.", labels=["phase"]
         )
@@ -192,7 +99,7 @@ class ServerMetrics(Collector):
         cuts = CounterMetricFamily(
             "gymtrio_generation_cuts", "Generations at committed checkpoints.", labels=["outcome"]
         )
-        for outcome, count in self._counted.cuts.items():
+        for outcome, count in self._cuts.items():
             cuts.add_metric([outcome], count)
         yield cuts
         told = status.extra.get(NOT_CONTINUED_FIELD)
@@ -205,6 +112,103 @@ class ServerMetrics(Collector):
             for reason, count in told.items():
                 not_continued.add_metric([reason], count)
             yield not_continued
+
+
+class ServerMetrics(Collector):
+    """The metrics of one running server.
+
+    Args:
+        kind, instance: who it is.
+        control, admission: of its participant; None: checkpointing is off.
+        pool: what it holds; None: outgoing calls go another way.
+        in_work: requests that handlers work on.
+    """
+
+    def __init__(
+        self,
+        *,
+        kind: str,
+        instance: str,
+        control: Control | None = None,
+        admission: Admission | None = None,
+        pool: Callable[[Lane], PoolStatistics] | None = None,
+        in_work: Sized = (),
+    ) -> None:
+        self._who = (kind, instance)
+        self._checkpoint = None if control is None else CheckpointMetrics(control)
+        self._admission = admission
+        self._pool = pool
+        self._in_work = in_work
+        self._requests: dict[tuple[str, int], int] = {}
+        """Since the start, by route and status."""
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)
+        self._operations = Histogram(
+            "gymtrio_checkpoint_operation_duration_seconds",
+            "Control calls, from request to reply.",
+            ["operation", "status"],
+            buckets=OPERATION_BUCKETS_S,
+            registry=self._registry,
+        )
+
+    # -- counting -----------------------------------------------------------------------------
+
+    def request_ended(self, route: str, status: int) -> None:
+        """Count an answered request.
+
+        Args:
+            route: one of the server's own routes, or what sort of route it was.
+            status: as it was sent; 0: the caller left before.
+        """
+        self._requests[route, status] = self._requests.get((route, status), 0) + 1
+
+    def _operation_ended(self, operation: str, status: int, took_s: float) -> None:
+        known = operation if operation in REQUESTS or operation == "status" else "unknown"
+        self._operations.labels(known, str(status)).observe(took_s)
+        if self._checkpoint is not None:
+            self._checkpoint.operation_ended(known, status)
+
+    def framework_ended(self, path: str, status: int, took_s: float) -> None:
+        """Count a request that the framework served."""
+        if path.startswith(f"{CONTROL_PREFIX}/"):
+            self.request_ended("control", status)
+            self._operation_ended(path.removeprefix(f"{CONTROL_PREFIX}/"), status, took_s)
+        else:
+            self.request_ended(path if path in OWN_PATHS else FRAMEWORK_ROUTE, status)
+
+    # -- telling ------------------------------------------------------------------------------
+
+    def render(self) -> bytes:
+        """Everything, in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        kind, instance = self._who
+        server = GaugeMetricFamily("gymtrio_server", "Who answers.", labels=["kind", "instance"])
+        server.add_metric([kind, instance], 1)
+        yield server
+        yield GaugeMetricFamily(
+            "gymtrio_requests_running", "Requests in work or parked.", len(self._in_work)
+        )
+        requests = CounterMetricFamily(
+            "gymtrio_requests",
+            "Requests answered; status 0: the caller left.",
+            labels=["route", "status"],
+        )
+        for (route, status), count in sorted(self._requests.items()):
+            requests.add_metric([route, str(status)], count)
+        yield requests
+        if self._pool is not None:
+            yield from _pool(self._pool)
+        if self._checkpoint is not None:
+            yield from self._checkpoint.collect()
+        if self._admission is not None:
+            yield GaugeMetricFamily(
+                "gymtrio_gate_waiting_requests",
+                "Requests parked at the gate.",
+                self._admission.waiting,
+            )
 
 
 def _pool(pool: Callable[[Lane], PoolStatistics]) -> Iterator[Metric]:

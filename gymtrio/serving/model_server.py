@@ -36,7 +36,13 @@ from gymtrio.serving.host import Service, ServiceHost
 from gymtrio.serving.http import HeadersLike
 from gymtrio.serving.ledger_route import add_ledger_route
 from gymtrio.serving.policy_routes import policy_routes
-from gymtrio.serving.policy_worker import WorkerPlace, add_worker_routes, linked, part_writer
+from gymtrio.serving.policy_worker import (
+    WorkerPlace,
+    add_worker_routes,
+    linked,
+    metrics_of_coordinator,
+    part_writer,
+)
 from gymtrio.serving.stock.backend import StockBackend
 from gymtrio.serving.stock.calls import EngineCalls
 from gymtrio.serving.stock.engines import StockApi, StockEngine
@@ -174,6 +180,7 @@ async def _open_worker(
             gate=worker.admission,
             add_routes=partial(add_worker_routes, worker=worker, host=host),
             not_ready=worker.not_ready,
+            more_metrics=partial(metrics_of_coordinator, worker),
         )
 
 

@@ -19,7 +19,7 @@ from gymtrio.background import open_background
 from gymtrio.checkpoint.directory_archive import DirectoryArchive
 from gymtrio.checkpoint.routes import serving_blueprint
 from gymtrio.errors import HostError, TransportError
-from gymtrio.participants.policy.link import WORKER_ROLE, request
+from gymtrio.participants.policy.link import CONTROL_KIND, METRICS_KIND, WORKER_ROLE, request
 from gymtrio.participants.policy.worker import PolicyWorker
 from gymtrio.serving.host import S, ServiceHost
 from gymtrio.serving.ledger_route import add_ledger_route
@@ -115,4 +115,13 @@ async def forward_control(worker: PolicyWorker, operation: str, body: bytes) -> 
     Raises:
         CoordinatorUnavailable: it cannot be reached. Refusal: what it answered.
     """
-    return await request(worker.link.channel, "control", body, head=operation.encode())
+    return await request(worker.link.channel, CONTROL_KIND, body, head=operation.encode())
+
+
+async def metrics_of_coordinator(worker: PolicyWorker) -> bytes:
+    """What the control plane of the server tells of itself.
+
+    Raises:
+        CoordinatorUnavailable: it cannot be reached.
+    """
+    return await request(worker.link.channel, METRICS_KIND, b"")

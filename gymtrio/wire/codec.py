@@ -113,6 +113,8 @@ def _refuse_extension(code: int, data: bytes) -> object:
 
 def _check_plain(value: object) -> None:
     # A timestamp extension does not pass through `ext_hook`, so results are checked by type.
+    if type(value) is dict and _PLAIN.issuperset(map(type, value.values())):
+        return
     stack: list[tuple[object, int]] = [(value, 1)]
     while stack:
         item, depth = stack.pop()

@@ -32,9 +32,11 @@ from gymtrio.participants.decoding import Slices
 from gymtrio.participants.policy.connected import Worker
 from gymtrio.participants.policy.keeper import Entry
 from gymtrio.participants.policy.link import (
+    CONTROL_KIND,
     DONE,
     LEDGER_SECTION,
     LINK_LIMITS,
+    METRICS_KIND,
     CallEnd,
     Delivery,
     EnterReply,
@@ -150,14 +152,14 @@ class CoordinatedPolicy(BookedParticipant):
         """Serve the connection of one worker until it ends.
 
         Args:
-            control: serves the control calls that a worker passes on.
+            control: serves what a worker passes on: control calls, and who asks for metrics.
 
         Raises:
             ChannelLost: there was no handshake.
         """
 
         async def handle(call: IncomingCall) -> None:
-            if call.kind == "control":
+            if call.kind in {CONTROL_KIND, METRICS_KIND}:
                 await control(call)
             elif call.kind == "rows":
                 (episode_id,) = read(Episodes, call.body).episode_ids

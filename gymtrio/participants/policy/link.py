@@ -6,6 +6,7 @@
                               post  end       CallEnd
                               call  rows      capture key -> LedgerRows
                               call  control   head: operation, body and reply: JSON
+                              call  metrics   reply: of the control plane, Prometheus' text
     coordinator to worker     post  state     GateState                  also the first message
                               post  refuse    Episodes
                               post  forget    Rollouts
@@ -51,6 +52,8 @@ from gymtrio.wire.channel import Channel
 from gymtrio.wire.codec import pack, unpack
 from gymtrio.wire.control import BlockerDetail
 
+CONTROL_KIND: Final = "control"
+METRICS_KIND: Final = "metrics"
 COORDINATOR_ROLE: Final = "policy-coordinator"
 WORKER_ROLE: Final = "policy-worker"
 

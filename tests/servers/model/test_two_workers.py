@@ -274,6 +274,7 @@ async def test_what_two_workers_had_in_flight_is_continued_for_outside_clients(
                 episodes,
                 timeout_s=TIMEOUT_S,
             )
+            await _whichever_worker_tells_of_the_checkpoint(life, len(turns))
             nursery.cancel_scope.cancel()
     parts: Any = committed["policy"].manifest["parts"]
     assert sorted(part["section"] for part in parts) == ["cuts", "cuts", "ledger"]
@@ -289,7 +290,25 @@ async def test_what_two_workers_had_in_flight_is_continued_for_outside_clients(
             assert (second.continued_token_count == 0) == (name == "damaged")
         status = (await life.controller.status())["policy"]
         assert status.extra["restored_generation_cuts"] == []
+        reply = await life.client.request("policy", "GET", "/metrics", context=None)
+        line = 'gymtrio_generation_cuts_not_continued_total{reason="failed"} 1.0'
+        assert line in reply.body.decode().splitlines()
     gc.collect()
+
+
+async def _whichever_worker_tells_of_the_checkpoint(life: Life, cut: int) -> None:
+    """SRV-6: over frames calls go to the workers by turns."""
+    told = set()
+    for _ in range(2 * WORKERS):
+        reply = await life.client.request("policy", "GET", "/metrics", context=None)
+        lines = reply.raise_for_status().body.decode().splitlines()
+        assert 'gymtrio_checkpoint_phase{phase="committed"} 1.0' in lines
+        assert f'gymtrio_generation_cuts_total{{outcome="cut"}} {cut}.0' in lines
+        assert f'gymtrio_participant_objects{{what="held"}} {cut}.0' in lines
+        families = [line for line in lines if line.startswith("# TYPE ")]
+        assert len(families) == len(set(families))
+        told.add(next(line for line in lines if line.startswith("process_start_time_seconds")))
+    assert 1 <= len(told) <= WORKERS
 
 
 async def test_a_constrained_call_of_two_workers_is_not_cut(forks: Forks, tmp_path: Path) -> None:

@@ -109,6 +109,14 @@ class Ledger:
             self._by_rollout.add(episode_id, episode_id)
         self._episodes[episode_id] = rows
 
+    def take_over(self, made: Ledger) -> None:
+        """Have the rows of another ledger, which is given away; at once when there are none here."""
+        if self._episodes:
+            for episode_id, rows in made._episodes.items():
+                self.install(episode_id, rows)
+        else:
+            self._episodes, self._by_rollout = made._episodes, made._by_rollout
+
     def discard(self, episode_id: EpisodeId) -> None:
         """Drop the rows of this very attempt."""
         if self._episodes.pop(episode_id, None) is not None:

@@ -253,6 +253,16 @@ class Books:
         if record.cut is not None:
             self.cuts.put([(target, record.cut)])
 
+    def take_over(self, made: Books) -> None:
+        """Have what was installed in books made for it, which are given away.
+
+        In an instant when nothing is here, as it is at a restore (`check_installable`).
+        """
+        self._unstarted.update(made._unstarted)
+        self._uncertain.update(made._uncertain)
+        self.ledger.take_over(made.ledger)
+        self.cuts.put_all(made.cuts)
+
     # -- end ----------------------------------------------------------------------------------
 
     def discard_up_to(self, episode_id: EpisodeId) -> None:

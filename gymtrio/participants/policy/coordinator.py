@@ -342,7 +342,7 @@ class CoordinatedPolicy(BookedParticipant):
 
     async def export(self, scope: frozenset[CaptureKey] | None) -> Export:
         generation = self.generation
-        episodes = self.exportable(scope)
+        episodes = await self.exportable(scope)
         shares = await survey(self.books, episodes)
         records: dict[EpisodeId, PolicyRecord] = {}
         staging_keys = StagingKeys()

@@ -86,30 +86,38 @@ class BookedParticipant(ParticipantBase):
         execution_epoch: str | None = None,
     ) -> None:
         read = merge(await decode_records(PolicyRecord, records))
-        named = frozenset(scope)
-        rows: dict[EpisodeId, EpisodeLedger] = {}
         slices = Slices()
+        named: set[EpisodeId] = set()
+        last: dict[RolloutId, int] = {}
+        for episode_id in scope:
+            named.add(episode_id)
+            before = last.get(episode_id.rollout_id, 0)
+            last[episode_id.rollout_id] = max(before, episode_id.attempt)
+            await slices.turn()
+        made = Books()
+        targets: list[EpisodeId] = []
         for episode_id, record in read.items():
             if episode_id not in named:
                 raise InvalidCheckpointState(f"{episode_id} is not in the scope")
             check_record(episode_id, record)
-            rows[episode_id] = EpisodeLedger(record.rows)
+            # Of an attempt that is followed by another in the scope, the replacement is that one.
+            if episode_id.attempt == last[episode_id.rollout_id]:
+                targets.append(episode_id.next_attempt())
+                made.install(targets[-1], record, EpisodeLedger(record.rows))
             await slices.turn()
         self.check_installable()
+        # From here on in one instant, which for thousands must be a short one.
         self.admission.supersede(scope, execution_epoch)
-        for episode_id, record in read.items():
-            target = episode_id.next_attempt()
-            # Else the scope names a later attempt of the rollout as well.
-            if not self.admission.fences.is_stale(target):
-                self.books.install(target, record, rows[episode_id])
+        made.release(list(filter(self.admission.fences.is_stale, targets)))
+        self.books.take_over(made)
 
     def forget(self, rollout_ids: Sequence[RolloutId]) -> None:
         """Free what is kept of rollouts that are finished for good: ledgers and restored cuts."""
         super().forget(rollout_ids)
         self.books.forget(rollout_ids)
 
-    def exportable(self, scope: frozenset[CaptureKey] | None) -> list[EpisodeId]:
-        """The episodes of a commit, sorted by capture key.
+    async def exportable(self, scope: frozenset[CaptureKey] | None) -> list[EpisodeId]:
+        """The episodes of a commit, sorted by capture key; one may be retired since it was looked at.
 
         Raises:
             InvalidRequest: no scope is given.
@@ -119,8 +127,14 @@ class BookedParticipant(ParticipantBase):
                 "episode_ids: a model server holds the ledger of every episode it ever served, "
                 "so a commit names those it wants"
             )
-        named = (parse_capture_key(key) for key in sorted(scope))
-        return [e for e in named if not self.admission.fences.is_stale(e)]
+        found: list[EpisodeId] = []
+        slices = Slices()
+        for key in sorted(scope):
+            episode_id = parse_capture_key(key)
+            if not self.admission.fences.is_stale(episode_id):
+                found.append(episode_id)
+            await slices.turn()
+        return found
 
 
 class StagingKeys:
@@ -211,7 +225,7 @@ class PolicyParticipant(BookedParticipant):
         records: dict[EpisodeId, PolicyRecord] = {}
         staging_keys = StagingKeys()
         slices = Slices()
-        for episode_id in self.exportable(scope):
+        for episode_id in await self.exportable(scope):
             if self.admission.fences.is_stale(episode_id):
                 # Retired since the last slice: its ledger may be gone.
                 continue

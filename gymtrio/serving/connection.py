@@ -22,6 +22,7 @@ from gymtrio.context import AsgiApp, Scope, decode_path
 from gymtrio.json_text import dump_json
 from gymtrio.serving.asgi import BrokenOff, serve_exchange
 from gymtrio.serving.exchange import OnDone, send_answer
+from gymtrio.serving.garbage import note_end
 from gymtrio.serving.http import (
     BadRequest,
     ClientGone,
@@ -135,6 +136,7 @@ class Connection:
             client = self.addresses()["client"]
             _log.warning("connection of %s ended by %r", client, errors.exceptions[0])
         finally:
+            note_end()
             await trio.aclose_forcefully(self._stream)
 
     def stop_when_idle(self) -> None:
@@ -163,6 +165,7 @@ class Connection:
                     self._life.cancel()
                 await self._room.park()
         self._eof = True
+        note_end()
         self._news.unpark()
         if self._serving:
             self._life.cancel()

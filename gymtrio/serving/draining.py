@@ -8,6 +8,7 @@ import trio
 
 from gymtrio.episodes.signal import Signal
 from gymtrio.limits import CLEANUP_S_MAX, WAKE_SLICE_TASKS
+from gymtrio.serving.garbage import note_end
 
 DRAIN_S: Final = CLEANUP_S_MAX + 1.0
 """What is cancelled at the end of the grace has this long to clean up."""
@@ -48,6 +49,7 @@ class InWork:
 
     def leave(self, scope: trio.CancelScope) -> None:
         del self._scopes[scope]
+        note_end()
         if not self._scopes:
             self._none.notify()
 

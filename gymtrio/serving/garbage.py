@@ -10,6 +10,9 @@ Rules:
 - G1 Collections look at the young only: what came within `SET_ASIDE_S`.
 - G2 Cycles among what was set aside are looked for in a quiet moment, once much has gathered.
 - G3 Without any quiet moment they are looked for all the same, before they fill the memory.
+- G4 While thousands of requests end at once, what is young is set aside every few hundred ends: the
+  interpreter counts what was made less what was freed, and what is freed was set aside long before,
+  so that the young would gather unnoticed for one long collection.
 """
 
 from __future__ import annotations
@@ -30,6 +33,9 @@ SET_ASIDE_S: Final = 0.05
 """Thousands of episodes that park or go on make 150,000 objects in a fifth of a second: what a
 collection finds of them must not stop the loop for longer than 20 ms (STO-5)."""
 
+SET_ASIDE_ENDS: Final = 200
+"""Each leaves some twenty young objects when it is by cancellation."""
+
 LOOK_S: Final = 30.0
 """Counting what was set aside takes some 20 ns for each object."""
 
@@ -44,6 +50,26 @@ QUIET_CONNECTIONS_MAX: Final = 500
 """Nobody who notices: with fewer open connections a full collection is as short as at start."""
 
 _log = logging.getLogger(__name__)
+
+
+class _Ends:
+    """Of requests and connections in this process, since the young were set aside."""
+
+    sparing = 0
+    """How many loops of this process are spared."""
+    count = 0
+
+
+def note_end() -> None:
+    """Note that a request, its connection or what the peer sends has ended (G4).
+
+    To be called for each, whether the process is spared or not.
+    """
+    _Ends.count += 1
+    if _Ends.count >= SET_ASIDE_ENDS:
+        _Ends.count = 0
+        if _Ends.sparing:
+            gc.freeze()
 
 
 def is_due(gathered: int, connections: int) -> bool:
@@ -78,6 +104,14 @@ async def spare_the_loop(connections: Callable[[], int]) -> None:
         connections: how many are open.
     """
     spare_long_lived_objects()
+    _Ends.sparing += 1
+    try:
+        await _keep_sparing(connections)
+    finally:
+        _Ends.sparing -= 1
+
+
+async def _keep_sparing(connections: Callable[[], int]) -> None:
     alive = gc.get_freeze_count()
     was_due = False
     while True:

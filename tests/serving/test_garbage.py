@@ -69,3 +69,26 @@ async def test_what_has_lived_a_moment_is_not_looked_at(autojump_clock: MockCloc
         assert first() is None
         assert gc.get_threshold() == garbage.GC_THRESHOLDS
         nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("noted", [True, False])
+async def test_thousands_that_end_at_once_do_not_gather_unnoticed(
+    noted: bool, autojump_clock: MockClock
+) -> None:
+    """SRV-4: the interpreter counts what is made less what is freed, of whatever age."""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(garbage.spare_the_loop, lambda: 16_000)
+        await trio.testing.wait_all_tasks_blocked()
+        ending = [Node() for _ in range(30_000)]
+        gc.freeze()
+        left_behind: list[Node] = []
+        most = 0
+        while ending:
+            ending.pop().itself = None  # type: ignore[assignment]
+            left_behind.append(Node())
+            if noted:
+                garbage.note_end()
+            if len(ending) % 1000 == 0:
+                most = max(most, len(gc.get_objects(generation=0)))
+        assert (most < 3 * garbage.GC_THRESHOLDS[0]) is noted
+        nursery.cancel_scope.cancel()

@@ -59,16 +59,13 @@ def make_record(episode_id: EpisodeId, content: object) -> Record:
     return Record(episode_id, pack(content))
 
 
-def read_records(cls: type[T], records: Sequence[Record]) -> list[tuple[EpisodeId, T]]:
-    """Decode records strictly.
+def read_record(cls: type[T], record: Record) -> tuple[EpisodeId, T]:
+    """Decode a record strictly.
 
     Raises:
-        InvalidCheckpointState: one does not hold what it must; the detail names its episode.
+        InvalidCheckpointState: it does not hold what it must; the detail names its episode.
     """
-    read = []
-    for record in records:
-        try:
-            read.append((record.episode_id, unpack(cls, record.payload)))
-        except MalformedValue as error:
-            raise InvalidCheckpointState(f"record of {record.episode_id}: {error}") from None
-    return read
+    try:
+        return record.episode_id, unpack(cls, record.payload)
+    except MalformedValue as error:
+        raise InvalidCheckpointState(f"record of {record.episode_id}: {error}") from None

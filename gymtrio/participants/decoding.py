@@ -8,7 +8,7 @@ from typing import TypeVar
 import trio
 
 from gymtrio.ids import EpisodeId
-from gymtrio.participants.base import read_records
+from gymtrio.participants.base import read_record
 from gymtrio.storage.records import Record
 from gymtrio.storage.slices import LoopSlice
 
@@ -40,7 +40,7 @@ async def decode_records(
     await trio.lowlevel.checkpoint()
     records.reverse()
     while records:
-        read += read_records(cls, (records.pop(),))
+        read.append(read_record(cls, records.pop()))
         if slices.is_over:
             await slices.pause()
     return read

@@ -46,6 +46,10 @@ _KEY_BYTES_MAX: Final = 255
 _FRAME_BYTES_MAX: Final = _RECORD_HEAD.size + _KEY_BYTES_MAX + RECORD_CHUNK_BYTES
 
 
+FRAMES_AT_ONCE: Final = 16
+"""What is taken between two looks at the clock; a frame is looked at, not parsed."""
+
+
 @attrs.frozen
 class Record:
     """What one participant keeps of one episode."""
@@ -177,16 +181,21 @@ class PartDecoder:
     def receive_data(self, data: bytes) -> None:
         self._frames.receive_data(data)
 
-    def advance(self) -> bool:
-        """Take one frame; False: it needs more bytes."""
+    def advance(self, frames_max: int = FRAMES_AT_ONCE) -> bool:
+        """Take some frames, as far as they are whole; False: it needs more bytes."""
         if not self._waiting:
             try:
                 self._waiting.extend(self._frames.whole_frames())
             except FrameError as error:
                 self._refuse(str(error))
-        if not self._waiting:
-            return False
-        frame = self._waiting.popleft()
+        count = min(frames_max, len(self._waiting))
+        for _ in range(count):
+            frame = self._waiting.popleft()
+            self._take(frame)
+            self._offset_bytes += HEADER_BYTES + len(frame.payload)
+        return count > 0
+
+    def _take(self, frame: Frame) -> None:
         if self._end is not None:
             self._refuse("something follows its end")
         elif not self._head_seen:
@@ -199,8 +208,6 @@ class PartDecoder:
             self._take_end(frame)
         else:
             self._refuse(f"frame type {frame.type} where a record or the end was expected")
-        self._offset_bytes += HEADER_BYTES + len(frame.payload)
-        return True
 
     def finish(self) -> None:
         """Say that there are no more bytes."""

@@ -178,9 +178,9 @@ def test_an_episode_in_two_parts_is_refused() -> None:
     for refused in (False, True):
         decoder = PartDecoder(IDENTITY, scope=frozenset(), where="f", seen=seen)
         decoder.receive_data(data)
-        assert decoder.advance()
+        assert decoder.advance(1)
         if refused:
             with pytest.raises(InvalidCheckpointState, match="episode r is in it twice"):
-                decoder.advance()
+                decoder.advance(1)
         else:
-            assert decoder.advance()
+            assert decoder.advance(1)

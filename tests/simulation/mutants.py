@@ -6,7 +6,7 @@ catch any more has lost its oracle, its plan, or its place: all three are worth 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -22,6 +22,7 @@ from gymtrio.episodes.admission import Admission
 from gymtrio.episodes.episode import Episode
 from gymtrio.episodes.fences import Fences
 from gymtrio.errors import CheckpointConflict
+from gymtrio.ids import EpisodeId
 from gymtrio.participants.agent.participant import AgentParticipant
 from gymtrio.participants.deliveries import Deliveries
 from gymtrio.participants.environment import EnvironmentParticipant
@@ -115,7 +116,12 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("no attempt mark")
 def _(patch: pytest.MonkeyPatch) -> None:
+    def supersede(self: Fences, episode_ids: Iterable[EpisodeId], epoch: str | None) -> None:
+        for episode_id in episode_ids:
+            self._executions[episode_id.rollout_id] = (episode_id.attempt + 1, epoch)
+
     patch.setattr(Fences, "refuse", nothing)
+    patch.setattr(Fences, "supersede", supersede)
 
 
 @mutant("no id fence")

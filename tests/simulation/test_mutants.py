@@ -20,7 +20,7 @@ SHOWN_BY: Final = {
     "no directory sync": "power is lost after a publication",
     "no parent sync": "power is lost after a publication",
     "temporary file left": "nothing is left over",
-    "no attempt mark": "crash and continue",
+    "no attempt mark": "stale requests after the restore",
     "no id fence": "every control call twice",
     "late restore": "every control call twice",
     "no nonce": "a second controller with the same id",

@@ -47,10 +47,7 @@ def dump_json(value: object) -> bytes:
     Raises:
         TypeError, ValueError, RecursionError: `value` is not JSON; a fault of the caller.
     """
-    try:
-        text = orjson.dumps(value, None, _OPTIONS)
-    except TypeError:
-        return dump_ascii_json(value)
+    text = dump_finite_json(value)
     return dump_ascii_json(value) if b"null" in text and not _is_plain(value) else text
 
 
@@ -60,7 +57,7 @@ def dump_finite_json(value: object) -> bytes:
     Messages are such values, and their scopes are long.
     """
     try:
-        return orjson.dumps(value, None, _OPTIONS)
+        return _dump(value)
     except TypeError:
         return dump_ascii_json(value)
 
@@ -76,13 +73,17 @@ def is_as_written(text: bytes, value: object) -> bool:
     If it is what `load_json` made of that text, no key stands twice in one of its objects.
     """
     try:
-        return orjson.dumps(value, None, _OPTIONS) == text
+        return _dump(value) == text
     except TypeError:
         return False
 
 
+def _dump(value: object) -> bytes:
+    return orjson.dumps(value, None, _OPTIONS)
+
+
 def _plain(value: object) -> Any:
-    return orjson.loads(orjson.dumps(value, None, _OPTIONS))
+    return orjson.loads(_dump(value))
 
 
 _ASCII_ENCODER: Final = json.JSONEncoder(separators=(",", ":"), default=_plain)

@@ -15,7 +15,7 @@ import attrs
 
 from gymtrio.capture.cuts import EXTENSION_KEY, ReplyExtension
 from gymtrio.capture.storable import check_storable
-from gymtrio.capture.tokens import TOKEN_ID_MAX
+from gymtrio.capture.tokens import are_token_ids
 from gymtrio.errors import GymtrioError
 from gymtrio.strict import MalformedValue, structure, unstructure
 
@@ -95,7 +95,7 @@ def read_tokens(route: Route, reply: dict[str, object]) -> CallTokens:
 
 def _token_ids(carrier: dict[str, object], name: str) -> tuple[int, ...]:
     values = _list(carrier, name, _INTEGERS)
-    if values and not (min(values) >= 0 and max(values) <= TOKEN_ID_MAX):
+    if not are_token_ids(values):
         raise MalformedReply(f"{name}: not all of them are token ids")
     return tuple(values)
 

@@ -6,6 +6,7 @@ staging key only, so that checkpoints stay small and a trainer can plug in its o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, NewType, Protocol
 
 import attrs
@@ -17,6 +18,11 @@ StagingKey = NewType("StagingKey", str)
 
 TOKEN_ID_MAX: Final = 2**32 - 1
 """No vocabulary is larger, and a store keeps an id in 32 bits."""
+
+
+def are_token_ids(numbers: Sequence[int]) -> bool:
+    """Whether each may be one."""
+    return not numbers or (min(numbers) >= 0 and max(numbers) <= TOKEN_ID_MAX)
 
 
 class TokensMissing(GymtrioError):

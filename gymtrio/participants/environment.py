@@ -420,27 +420,27 @@ class _Noted:
     waiting: list[tuple[EpisodeId, EnvironmentRecord]]
 
     async def makers(self) -> dict[CaptureKey, Callable[[], Record]]:
-        """What makes the record of each episode; a result says more of one than that it is live, and
-        that more than what was restored of it."""
+        """What makes the record of each episode."""
         made: dict[CaptureKey, Callable[[], Record]] = {}
         slices = Slices()
         await slices.pause()
-        for episode_id, entry in self.waiting:
-            made[episode_id.capture_key] = partial(make_record, episode_id, entry)
-            if slices.is_over:
-                await slices.pause()
-        for episode, boundary in zip(self.live, self.boundaries, strict=True):
-            key = episode.episode_id.capture_key
-            made[key] = partial(_record, episode.episode_id, self.digests[key], boundary)
-            if slices.is_over:
-                await slices.pause()
-        for result in self.results:
-            last = partial(last_boundary, result.outcome)
-            key = result.episode_id.capture_key
-            made[key] = partial(_record, result.episode_id, result.task_digest, last)
+        for episode_id, maker in self._each():
+            made[episode_id.capture_key] = maker
             if slices.is_over:
                 await slices.pause()
         return made
+
+    def _each(self) -> Iterator[tuple[EpisodeId, Callable[[], Record]]]:
+        """A result comes after the live episode that it is of, and that after what was restored of it:
+        what comes later says more."""
+        for episode_id, entry in self.waiting:
+            yield episode_id, partial(make_record, episode_id, entry)
+        for episode, boundary in zip(self.live, self.boundaries, strict=True):
+            digest = self.digests[episode.episode_id.capture_key]
+            yield episode.episode_id, partial(_record, episode.episode_id, digest, boundary)
+        for result in self.results:
+            last = partial(last_boundary, result.outcome)
+            yield result.episode_id, partial(_record, result.episode_id, result.task_digest, last)
 
 
 def _record(episode_id: EpisodeId, digest: str, boundary: object) -> Record:

@@ -15,8 +15,8 @@ from gymtrio.wire.control import CONTROL_PREFIX, STATUS, ControlRequest
 
 UNAUTHORIZED: Final = 401
 LARGE_BYTES: Final = 65_536
-"""A scope of thousands takes ten milliseconds to encode, and as long to send in process: not in one
-stretch of the loop."""
+"""A scope of thousands takes milliseconds to encode, and as long to send in process: not in one stretch
+of the loop."""
 
 
 class HttpControlChannel:

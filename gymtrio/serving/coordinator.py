@@ -98,7 +98,6 @@ async def open_coordinator(
     ):
         assert control is not None
         opened.append(control)
-
         metrics = CheckpointMetrics(control)
 
         async def control_call(call: IncomingCall) -> None:
@@ -107,8 +106,9 @@ async def open_coordinator(
                 return
             operation = call.head.decode("ascii", "replace")
             body = await call.read(CONTROL_BODY_BYTES_MAX)
-            reply = await serve_control(opened[0], operation, body)
-            metrics.operation_ended(operation, 200)
+            reply = await serve_control(control, operation, body)
+            if operation == "commit":
+                metrics.committed()
             participant.publish_state()
             call.reply(body=reply)
 

@@ -122,7 +122,7 @@ _JSON_HEADERS: Final = (_JSON_HEADER,)
 
 async def send_answer(exchange: Exchange, answer: Answer) -> None:
     """Send what a handler answered; its `on_done` is called exactly once."""
-    if answer.content_type is JSON_CONTENT_TYPE:
+    if answer.content_type == JSON_CONTENT_TYPE:
         headers = (_JSON_HEADER, *answer.headers) if answer.headers else _JSON_HEADERS
     else:
         headers = ((b"content-type", answer.content_type.encode("latin-1")), *answer.headers)

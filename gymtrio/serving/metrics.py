@@ -50,13 +50,9 @@ class CheckpointMetrics(Collector):
         self._cuts = dict.fromkeys(_CUTS.values(), 0)
         self._cuts_of: str | None = None
         """The checkpoint whose cuts were counted last."""
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
 
-    def operation_ended(self, operation: str, status: int) -> None:
+    def committed(self) -> None:
         """Count the cuts of a commit, once per checkpoint, however often it is repeated."""
-        if (operation, status) != ("commit", 200):
-            return
         now = self._control.status()
         if now.checkpoint_id is not None and now.checkpoint_id != self._cuts_of:
             self._cuts_of = now.checkpoint_id
@@ -65,7 +61,9 @@ class CheckpointMetrics(Collector):
 
     def render(self) -> bytes:
         """These alone, in Prometheus' text format."""
-        return generate_latest(self._registry)
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        return generate_latest(registry)
 
     def collect(self) -> Iterator[Metric]:
         status = self._control.status()
@@ -166,8 +164,8 @@ class ServerMetrics(Collector):
     def _operation_ended(self, operation: str, status: int, took_s: float) -> None:
         known = operation if operation in REQUESTS or operation == "status" else "unknown"
         self._operations.labels(known, str(status)).observe(took_s)
-        if self._checkpoint is not None:
-            self._checkpoint.operation_ended(known, status)
+        if self._checkpoint is not None and (known, status) == ("commit", 200):
+            self._checkpoint.committed()
 
     def framework_ended(self, path: str, status: int, took_s: float) -> None:
         """Count a request that the framework served."""

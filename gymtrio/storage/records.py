@@ -45,7 +45,6 @@ _RECORD_HEAD: Final = struct.Struct(">BI")
 _KEY_BYTES_MAX: Final = 255
 _FRAME_BYTES_MAX: Final = _RECORD_HEAD.size + _KEY_BYTES_MAX + RECORD_CHUNK_BYTES
 
-
 FRAMES_AT_ONCE: Final = 16
 """What is taken between two looks at the clock; a frame is looked at, not parsed."""
 

@@ -10,7 +10,7 @@ from typing import Final
 
 import trio
 
-from gymtrio.capture.tokens import TOKEN_ID_MAX
+from gymtrio.capture.tokens import are_token_ids
 from gymtrio.errors import InvalidRequest
 from gymtrio.serving.client import Reply, ServerClient, StreamedReply
 from gymtrio.serving.http import HeadersLike, parse_json
@@ -121,7 +121,7 @@ def token_ids_of(value: object, where: str) -> tuple[int, ...]:
     """
     if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         raise EngineBroke(f"{where}: not a list of token ids")
-    if value and not (min(value) >= 0 and max(value) <= TOKEN_ID_MAX):
+    if not are_token_ids(value):
         raise EngineBroke(f"{where}: not all of them are token ids")
     return tuple(value)
 

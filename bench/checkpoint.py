@@ -12,7 +12,7 @@ size runs in a process of its own, so that memory is not what an earlier one has
     given up         resume, all block .. reply of prepare
     prepare          call .. reply, steps ending meanwhile    as many bare tasks ending the same steps
     commit           call .. reply                            the same file by the shortest loop
-      beside raw     the same                                 JSON of each state + bytes written, synced
+      beside raw     the same                                 states by orjson + bytes written, synced
     resume           call .. reply
       all gone on    call .. each episode has gone on         as many bare tasks woken
     busy status      status during a commit, call .. reply
@@ -21,11 +21,11 @@ size runs in a process of its own, so that memory is not what an earlier one has
       beside raw     the same                                 bytes read + hashed + records unpacked
     claim            start of replacements .. all in a step   each state parsed + bare tasks started
 
-*The shortest loop* (`floors.write_states`, `floors.read_records`) makes and reads the same bytes. What
-a state may be is looked at in the plainest way, since JSON alone would change it silently (STO-3);
-*beside raw* leaves that out, and framing, hashing and packing too. To wake 16,000 bare tasks takes 60
-to 130 ms on two cores, more than what a resume may take to answer: how long it takes until all have
-gone on is held to that floor.
+*The shortest loop* (`floors.write_states`, `floors.read_records`) makes and reads the same bytes with
+the interpreter's own JSON. What a state may be is looked at in the plainest way, since JSON alone
+would change it silently (STO-3); *beside raw* leaves that out, and framing, hashing and packing too.
+To wake 16,000 bare tasks takes 60 to 130 ms on two cores, more than what a resume may take to answer:
+how long it takes until all have gone on is held to that floor.
 
 *of cpu*: what it costs beside its floor in processor time, which a loaded machine does not lengthen.
 *held*: the longest time that another task had to wait meanwhile; *cpu*: the same in processor time of

@@ -49,19 +49,36 @@ def parse_rollout_id(text: str) -> RolloutId:
     return RolloutId(text)
 
 
+def _key_of(rollout_id: RolloutId, attempt: int) -> CaptureKey:
+    return CaptureKey(f"{rollout_id}-a{attempt}" if attempt else rollout_id)
+
+
 @total_ordering
-@attrs.frozen
+@attrs.frozen(eq=False)
 class EpisodeId:
     """One attempt of a rollout, as the servers see it (ID-1). In order of rollout, then attempt."""
 
     rollout_id: RolloutId = attrs.field(converter=parse_rollout_id)
     attempt: int = attrs.field(default=0)
     """How many attempts came before: 0 for the first."""
+    # Kept, and what makes two ids the same: a checkpoint asks many times for those of thousands.
+    capture_key: CaptureKey = attrs.field(init=False, repr=False)
+    """`r` for attempt 0, `r-aN` for attempt N (ID-2)."""
 
     @attempt.validator
     def _attempt_in_range(self, attribute: object, value: object) -> None:
         if type(value) is not int or not 0 <= value <= ATTEMPT_MAX:
             raise InvalidRolloutId(f"attempt {value!r} of {self.rollout_id!r}: 0..{ATTEMPT_MAX}")
+
+    @capture_key.default
+    def _made_key(self) -> CaptureKey:
+        return _key_of(self.rollout_id, self.attempt)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, EpisodeId) and self.capture_key == other.capture_key
+
+    def __hash__(self) -> int:
+        return hash(self.capture_key)
 
     def __lt__(self, other: object) -> bool:
         # Thousands are sorted at once: attrs' own order is seven times slower.
@@ -71,13 +88,6 @@ class EpisodeId:
             return self.attempt < other.attempt
         return self.rollout_id < other.rollout_id
 
-    @property
-    def capture_key(self) -> CaptureKey:
-        """`r` for attempt 0, `r-aN` for attempt N (ID-2)."""
-        return CaptureKey(
-            self.rollout_id if not self.attempt else f"{self.rollout_id}-a{self.attempt}"
-        )
-
     def next_attempt(self) -> EpisodeId:
         """The attempt as which a restored episode continues (ID-3)."""
         attempt = self.attempt + 1
@@ -85,17 +95,24 @@ class EpisodeId:
             return EpisodeId(self.rollout_id, attempt)
         # The rollout id was checked already, and thousands are restored at once.
         made = object.__new__(EpisodeId)
-        object.__setattr__(made, "rollout_id", self.rollout_id)
-        object.__setattr__(made, "attempt", attempt)
+        _SET_ROLLOUT_ID(made, self.rollout_id)
+        _SET_ATTEMPT(made, attempt)
+        _SET_CAPTURE_KEY(made, _key_of(self.rollout_id, attempt))
         return made
 
     @property
     def next_capture_key(self) -> CaptureKey:
         """The capture key of `next_attempt`."""
-        return CaptureKey(f"{self.rollout_id}-a{self.attempt + 1}")
+        return _key_of(self.rollout_id, self.attempt + 1)
 
     def __str__(self) -> str:
         return self.capture_key
+
+
+# What a frozen class leaves to its own making.
+_SET_ROLLOUT_ID: Final = EpisodeId.__dict__["rollout_id"].__set__
+_SET_ATTEMPT: Final = EpisodeId.__dict__["attempt"].__set__
+_SET_CAPTURE_KEY: Final = EpisodeId.__dict__["capture_key"].__set__
 
 
 def parse_capture_key(text: str) -> EpisodeId:

@@ -226,7 +226,17 @@ def build_converter() -> cattrs.Converter:
         # Found at the first value: a class may contain itself.
         hooks: dict[str, Callable[[Any, Any], Any]] = {}
 
+        def is_whole_and_plain(value: dict[object, object]) -> bool:
+            if len(value) != len(fields):
+                return False
+            for key, item in value.items():
+                if key not in plain or type(item) not in plain[key]:
+                    return False
+            return True
+
         def hook(value: object, _: object) -> object:
+            if type(value) is dict and is_whole_and_plain(value):
+                return cls(**value)
             if type(value) is not dict and not isinstance(value, Mapping):
                 raise _Unfit(f"expected an object, got {describe(value)}")
             if not hooks:

@@ -19,11 +19,14 @@ from hypothesis import strategies as st
 
 from gymtrio.json_text import (
     dump_ascii_json,
+    dump_exact_json,
     dump_finite_json,
     dump_json,
     is_as_written,
+    load_exact_json,
     load_json,
 )
+from tests.helpers.states import STATES, same
 
 FLOATS = st.one_of(
     st.sampled_from((math.nan, math.inf, -math.inf, -0.0, 5e-324, 1.7976931348623157e308)),
@@ -100,19 +103,6 @@ def outcome(of: Callable[[Any], Any], given: Any) -> tuple[str, Any]:
 
 def stdlib_dump(value: object) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
-
-
-def same(one: object, other: object) -> bool:
-    """Of equal types, and equal to the bit; any NaN is any other."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return list(one) == list(other) and all(map(same, one.values(), other.values()))
-    if isinstance(one, float) and isinstance(other, float) and not math.isnan(one):
-        return struct.pack("<d", one) == struct.pack("<d", other)
-    return repr(one) == repr(other)
 
 
 def assert_read_alike(text: bytes) -> None:
@@ -252,3 +242,36 @@ def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     made = dict(pairs)
     assert len(made) == len(pairs)
     return made
+
+
+@given(STATES)
+@example([None, math.nan])
+@example({"\ud800": 1})
+@example([2**64])
+def test_what_is_written_as_exact_is_read_as_the_same(value: object) -> None:
+    """STO-3."""
+    text = dump_exact_json(value)
+    if text is not None:
+        assert same(load_exact_json(text), value)
+        assert same(json.loads(text), value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"{",
+        b" 1",
+        b"NaN",
+        b"1.50",
+        b'"\\u0041"',
+        b'{"a":1,"a":1}',
+        str(2**64).encode(),
+        b'"\xed\xa0\x80"',
+        b"[" * 1_000 + b"]" * 1_000,
+    ],
+)
+def test_what_is_written_otherwise_is_not_read_as_exact(text: bytes) -> None:
+    """STO-3."""
+    with pytest.raises(ValueError, match=r"."):
+        load_exact_json(text)

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, MutableSequence, Sequence
 from functools import partial
 from itertools import chain
-from typing import Final, TypeVar, cast
+from typing import Final, TypeAlias, TypeVar, cast
 
 import attrs
 import trio
@@ -42,6 +42,7 @@ from gymtrio.participants.restored import Restored
 from gymtrio.participants.results import Result, Results, last_boundary, outcome_of
 from gymtrio.storage.opaque import decode, encode
 from gymtrio.storage.records import Record
+from gymtrio.wire.codec import pack_fields
 from gymtrio.wire.control import Kind, Report
 
 T = TypeVar("T")
@@ -316,9 +317,9 @@ class EnvironmentParticipant(ParticipantBase):
             results=[*self.results],
             waiting=[*self.restored],
         )
-        makers = await noted.makers()
-        keys = tuple(sorted(makers if scope is None else makers.keys() & scope))
-        return Export(records=(makers[key]() for key in keys), episode_ids=keys)
+        kept = await noted.by_key()
+        keys = tuple(sorted(kept if scope is None else kept.keys() & scope))
+        return Export(records=(_record(*kept[key]) for key in keys), episode_ids=keys)
 
     def unclaimed_outside(self, scope: frozenset[CaptureKey] | None) -> list[EpisodeId]:
         return self.restored.outside(scope)
@@ -347,7 +348,7 @@ class EnvironmentParticipant(ParticipantBase):
         entries: Restored[EnvironmentRecord] = Restored()
         slices = Slices()
         for episode_id, record in await decode_records(EnvironmentRecord, records):
-            entries.put([(episode_id.next_attempt(), record)])
+            entries.put_one(episode_id.next_attempt(), record)
             if slices.is_over:
                 await slices.pause()
         self.check_installable()
@@ -419,36 +420,41 @@ class _Noted:
     results: list[Result]
     waiting: list[tuple[EpisodeId, EnvironmentRecord]]
 
-    async def makers(self) -> dict[CaptureKey, Callable[[], Record]]:
-        """What makes the record of each episode."""
-        made: dict[CaptureKey, Callable[[], Record]] = {}
+    async def by_key(self) -> dict[CaptureKey, _Kept]:
+        """What is kept of each episode.
+
+        A result comes after the live episode that it is of, and that after what was restored of it:
+        what comes later says more.
+        """
+        kept: dict[CaptureKey, _Kept] = {}
         slices = Slices()
         await slices.pause()
-        for episode_id, maker in self._each():
-            made[episode_id.capture_key] = maker
+        for episode_id, entry in self.waiting:
+            kept[episode_id.capture_key] = episode_id, entry, None
             if slices.is_over:
                 await slices.pause()
-        return made
-
-    def _each(self) -> Iterator[tuple[EpisodeId, Callable[[], Record]]]:
-        """A result comes after the live episode that it is of, and that after what was restored of it:
-        what comes later says more."""
-        for episode_id, entry in self.waiting:
-            yield episode_id, partial(make_record, episode_id, entry)
         for episode, boundary in zip(self.live, self.boundaries, strict=True):
-            digest = self.digests[episode.episode_id.capture_key]
-            yield episode.episode_id, partial(_record, episode.episode_id, digest, boundary)
+            key = episode.episode_id.capture_key
+            kept[key] = episode.episode_id, self.digests[key], boundary
+            if slices.is_over:
+                await slices.pause()
         for result in self.results:
             last = partial(last_boundary, result.outcome)
-            yield result.episode_id, partial(_record, result.episode_id, result.task_digest, last)
+            kept[result.episode_id.capture_key] = result.episode_id, result.task_digest, last
+            if slices.is_over:
+                await slices.pause()
+        return kept
 
 
-def _record(episode_id: EpisodeId, digest: str, boundary: object) -> Record:
+_Kept: TypeAlias = tuple[EpisodeId, "EnvironmentRecord | str", object]
+"""What a record is made of: what was restored, or the digest of the task and a boundary as it was
+given. A tuple, since thousands are noted in a row."""
+
+
+def _record(episode_id: EpisodeId, entry: EnvironmentRecord | str, boundary: object) -> Record:
+    if not isinstance(entry, str):
+        return make_record(episode_id, entry)
     state = boundary_of(boundary)
-    return make_record(
-        episode_id,
-        EnvironmentRecord(
-            task_digest=digest,
-            boundary=None if state is None else encode(state, f"episode {episode_id}"),
-        ),
-    )
+    kept = None if state is None else encode(state, f"episode {episode_id.capture_key}")
+    # An `EnvironmentRecord` that nobody looks at is not made: there are thousands.
+    return Record(episode_id, pack_fields({"task_digest": entry, "boundary": kept}))

@@ -48,13 +48,17 @@ class Restored(Generic[T]):
     def put(self, entries: Iterable[tuple[EpisodeId, T]]) -> None:
         """Add entries under their replacement attempts, in one instant."""
         for episode_id, value in entries:
-            attempts = self._entries.get(episode_id.rollout_id)
-            if attempts is None:
-                self._entries[episode_id.rollout_id] = {episode_id: value}
-                self._count += 1
-            else:
-                self._count += episode_id not in attempts
-                attempts[episode_id] = value
+            self.put_one(episode_id, value)
+
+    def put_one(self, episode_id: EpisodeId, value: T) -> None:
+        """Add an entry under its replacement attempt."""
+        attempts = self._entries.get(episode_id.rollout_id)
+        if attempts is None:
+            self._entries[episode_id.rollout_id] = {episode_id: value}
+            self._count += 1
+        else:
+            self._count += episode_id not in attempts
+            attempts[episode_id] = value
 
     def put_all(self, others: Restored[T]) -> None:
         """Add what was gathered elsewhere, which is given away; at once when nothing is here."""
@@ -79,7 +83,7 @@ class Restored(Generic[T]):
 
     def give_back(self, episode_id: EpisodeId, value: T) -> None:
         """Undo a claim that was not used."""
-        self.put([(episode_id, value)])
+        self.put_one(episode_id, value)
 
     def drop(self, episode_ids: Iterable[EpisodeId]) -> list[T]:
         """Remove entries of these very attempts, without leaving a refusal."""

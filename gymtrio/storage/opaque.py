@@ -1,9 +1,10 @@
 """Opaque state to bytes and back, exactly (STO-3, I24).
 
-The text is JSON without ASCII escapes, in UTF-8 that also takes lone surrogates. Escapes would be wrong:
-a string of the two code points D83D DE00, which joining streamed pieces produces, would come back as the
-one code point that the escaped pair means. What `gymtrio.json_text` writes and reads exactly, it does,
-in a tenth of the time; the rest (NaN, longer integers, lone surrogates) the standard library.
+The text is JSON without ASCII escapes, in UTF-8 that also takes lone surrogates. Escapes would be
+wrong: a string of the two code points D83D DE00, which joining streamed pieces produces, would come
+back as the one code point that the escaped pair means. What `gymtrio.json_text` writes and reads
+exactly, it does, in a tenth of the time; the rest (NaN, longer integers, lone surrogates) the standard
+library.
 
 What comes back has the same types, values and key order, so only exact types are taken: an `IntEnum`,
 an `OrderedDict` or a tuple would come back as something else and is refused here, at export, where
@@ -33,6 +34,9 @@ _CONTAINERS: Final = frozenset({dict, list})
 _CONTAINERS_MAX: Final = RECORD_BYTES_MAX // 2
 """Each takes two bytes at least. A value that shares its parts can have exponentially many."""
 
+_LONG_FROM: Final = 16
+"""A longer list mostly holds numbers, and is left to the interpreter's own loop."""
+
 _KEY_SHOWN_CHARACTERS_MAX: Final = 80
 
 # The walk before has bounded the depth, so a circle cannot reach the encoder.
@@ -47,7 +51,8 @@ _encode_sorted: Final = json.JSONEncoder(
 def encode(value: object, where: str, *, sort_keys: bool = False) -> bytes:
     """Serialise a JSON value.
 
-    One stretch of the loop: about 4 ms per megabyte of text. The value is not changed and not kept.
+    One stretch of the loop: about 1 ms per megabyte of text, 6 ms of numbers. The value is neither
+    changed nor kept.
 
     Args:
         where: whose state it is, for the error: `episode r-a1`.
@@ -132,7 +137,7 @@ def _digits_need_a_look() -> bool:
 
 
 def _has_plain_values(value: object) -> bool:
-    """Say whether every value is of an exact JSON type and no level is too deep; keys are not looked at.
+    """Say whether every value is of an exact JSON type and no level is too deep; keys may be any.
 
     Level by level, so that no recursion is needed, and plainly: this is most of the time of `encode`.
     """
@@ -148,10 +153,12 @@ def _has_plain_values(value: object) -> bool:
         for container in level:
             if type(container) is dict:
                 items: Iterable[Any] = container.values()
-            elif type(container) is list:
-                items = container
-            else:
+            elif type(container) is not list:
                 return False
+            elif len(container) > _LONG_FROM and _SCALARS.issuperset(map(type, container)):
+                continue
+            else:
+                items = container
             for item in items:
                 if type(item) not in _SCALARS:
                     below.append(item)

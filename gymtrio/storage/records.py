@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Final, NoReturn, TypeVar
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple, NoReturn, TypeVar
 
 import attrs
 
@@ -49,9 +49,10 @@ FRAMES_AT_ONCE: Final = 16
 """What is taken between two looks at the clock; a frame is looked at, not parsed."""
 
 
-@attrs.frozen
-class Record:
+class Record(NamedTuple):
     """What one participant keeps of one episode."""
+
+    # A tuple, since a checkpoint makes thousands in a row.
 
     episode_id: EpisodeId
     """The attempt that was checkpointed."""
@@ -93,8 +94,8 @@ def encode_head(identity: Identity) -> bytes:
     return encode_frame(_HEAD, pack(head))
 
 
-def encode_record(record: Record) -> Iterable[bytes]:
-    """Frame one record, in pieces of a bounded size.
+def encode_record(record: Record) -> Sequence[bytes] | Iterator[bytes]:
+    """Frame one record, in pieces of a bounded size; one that is not large is a single piece.
 
     Raises:
         InvalidCheckpointState: the payload is over the limit of a record.

@@ -188,7 +188,8 @@ class _PartStream:
         self._batch_bytes = 0
         self._frames: Iterator[bytes] = iter(())
         """Of the last record, those that are not taken yet."""
-        self._keys: set[CaptureKey] = set()
+        self._keys: dict[CaptureKey, None] = {}
+        """A set in the order in which they came, mostly sorted."""
         self._slice = LoopSlice()
         self._writing: Step[None] | None = None
 
@@ -197,7 +198,7 @@ class _PartStream:
         key = record.episode_id.capture_key
         if key in self._keys:
             raise InvalidCheckpointState(f"episode {key}: exported twice")
-        self._keys.add(key)
+        self._keys[key] = None
         self._frames = iter(encode_record(record))
         return self._gather() or self._slice.is_over
 
@@ -259,6 +260,8 @@ async def _publish(file: Held[ManifestFile], manifest: Manifest, where: str) -> 
 
 def _each_once(parts: Sequence[WrittenPart]) -> tuple[CaptureKey, ...]:
     """The episodes of all parts, each once in its section."""
+    if len(parts) == 1:
+        return parts[0].episodes
     by_section: defaultdict[str | None, list[CaptureKey]] = defaultdict(list)
     for written in parts:
         by_section[written.part.section] += written.episodes

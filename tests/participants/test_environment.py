@@ -26,7 +26,8 @@ from gymtrio.errors import (
 from gymtrio.ids import EpisodeId, RolloutId
 from gymtrio.limits import CLEANUP_S_MAX, RESULT_UNHEARD_S_MAX
 from gymtrio.participants.digest import json_digest
-from gymtrio.participants.environment import EnvironmentParticipant
+from gymtrio.participants.environment import EnvironmentParticipant, EnvironmentRecord
+from gymtrio.wire.codec import pack, unpack
 from tests.helpers.controlled import checkpoint, open_controlled
 from tests.helpers.gated import begin
 from tests.helpers.memory_archive import MemoryArchive
@@ -415,6 +416,18 @@ async def test_the_scope_given_is_the_scope_written(autojump_clock: MockClock) -
         await process.run(episode("b"), Script())
         assert await checkpoint(process.plane, "d", episode("a"), episode("c")) == ("a",)
         assert len(archive.parts["d", "environment", "env"].records) == 1
+
+
+async def test_a_record_is_packed_as_its_class_says(autojump_clock: MockClock) -> None:
+    """STO-4: records of the thousand are packed without being made."""
+    async with open_process(MemoryArchive()) as process:
+        await process.run(R0, Script())
+        process.participant.close()
+        await process.run(R0, Script())
+        export = await process.participant.export(None)
+        for record in export.records:
+            content = unpack(EnvironmentRecord, record.payload)
+            assert record.payload == pack(content)
 
 
 async def test_an_episode_without_a_boundary_is_exported_from_its_input(

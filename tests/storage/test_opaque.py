@@ -227,6 +227,13 @@ def test_an_interpreter_that_takes_fewer_digits_refuses_with_the_path() -> None:
         opaque.decode(b"1" * 641)
 
 
+@given(STATES)
+def test_what_an_earlier_release_wrote_comes_back_exactly(state: object) -> None:
+    """STO-3: it was all written by the standard library, which prints numbers in other forms."""
+    text = json.dumps(state, ensure_ascii=False, separators=(",", ":"))
+    assert same(opaque.decode(text.encode("utf-8", "surrogatepass")), state)
+
+
 def test_sorted_keys_give_equal_bytes_for_equal_objects() -> None:
     one = opaque.encode({"b": {"y": 1, "x": 2}, "a": 3}, "x", sort_keys=True)
     other = opaque.encode({"a": 3, "b": {"x": 2, "y": 1}}, "x", sort_keys=True)

@@ -251,7 +251,7 @@ class Books:
         if record.uncertain:
             self._uncertain[target] = set(record.uncertain)
         if record.cut is not None:
-            self.cuts.put([(target, record.cut)])
+            self.cuts.put_one(target, record.cut)
 
     def take_over(self, made: Books) -> None:
         """Have what was installed in books made for it, which are given away.

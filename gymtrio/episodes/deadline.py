@@ -13,13 +13,11 @@ class PausableDeadline:
     Invariant: what remains when it is resumed is what remained when it was paused (I32).
     """
 
-    def __init__(self, scope: trio.CancelScope, timeout_s: float | None) -> None:
+    def __init__(self, scope: trio.CancelScope, timeout_s: float) -> None:
         self._scope = scope
         self._remaining_s: float | None = None
         """Set while paused."""
-        self._unlimited = timeout_s is None
-        if timeout_s is not None:
-            scope.deadline = trio.current_time() + timeout_s
+        scope.deadline = trio.current_time() + timeout_s
 
     @property
     def paused(self) -> bool:
@@ -32,8 +30,7 @@ class PausableDeadline:
 
     def pause(self) -> None:
         """Stop the count; harmless when it stands already."""
-        # Closing and opening go through thousands; without a limit there is nothing to do.
-        if self._remaining_s is None and not self._unlimited:
+        if self._remaining_s is None:
             self._remaining_s = self._scope.deadline - trio.current_time()
             self._scope.deadline = math.inf
 

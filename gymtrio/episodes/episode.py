@@ -78,6 +78,7 @@ class Episode:
         """Where the body is to continue; None: from its input."""
         self.state = EpisodeState.RUNNING
         self.since = owner.now()
+        """When it came to what it blocks with; not kept up while it does not block."""
         self.doing = "starting"
         self.last_step: str | None = None
         """What it came to last; None: nothing outside can have changed through it."""
@@ -90,7 +91,8 @@ class Episode:
         """Told to stop but not stopped blocks in every state: it may still reach other servers."""
         self._owner = owner
         self._scope = scope
-        self._deadline = PausableDeadline(scope, timeout_s)
+        # None without a limit: thousands park and go on, and touch as little as there is.
+        self._deadline = None if timeout_s is None else PausableDeadline(scope, timeout_s)
         self._boundary = boundary
         self._unrecorded = False
         self._close_cancels: trio.CancelScope | None = None
@@ -111,15 +113,16 @@ class Episode:
 
     async def boundary(self, state: object | Callable[[], object]) -> None:
         """See `Steps.boundary`."""
+        gate = self._owner.admission
         self._boundary = state
         self._unrecorded = False
-        if not self._owner.admission.closed:
+        if not gate.closed:
             await trio.lowlevel.checkpoint_if_cancelled()
             return
         self._enter(EpisodeState.PARKED, "at a boundary")
-        self._deadline.pause()
-        await self._owner.admission.wait_open()
-        self._deadline.resume()
+        self._pause()
+        await gate.wait_open()
+        self._resume()
         self._enter(EpisodeState.RUNNING, "past a boundary")
 
     async def conclude(self, answer: object, boundary: object) -> None:
@@ -155,7 +158,7 @@ class Episode:
                 return await work()
             return await self._replay(work, on_close)
         finally:
-            self._deadline.resume()
+            self._resume()
             self._enter(EpisodeState.RUNNING, f"after {doing}")
 
     async def _replay(self, work: Callable[[], Awaitable[T]], on_close: OnClose) -> T:
@@ -198,35 +201,44 @@ class Episode:
         if self.stopping is not None:
             return
         self.stopping = why
-        self._recount(True)
+        if not self.blocks:
+            self.blocks = True
+            self.since = self._owner.now()
+            self._owner.recount(self)
         if self.state is not EpisodeState.FINISHING:
             self._scope.cancel()
 
     def admission_closed(self) -> None:
         """Part of the instant of closing, see `Episodes.close`."""
         if self.state is EpisodeState.REPLAY_STEP:
-            self._deadline.pause()
+            self._pause()
             if self._close_cancels is not None:
                 self._close_cancels.cancel()
 
     def admission_opened(self) -> None:
         """Part of the instant of opening, see `Episodes.open`."""
         if self.state is EpisodeState.REPLAY_STEP:
+            self._resume()
+
+    def _pause(self) -> None:
+        if self._deadline is not None:
+            self._deadline.pause()
+
+    def _resume(self) -> None:
+        if self._deadline is not None:
             self._deadline.resume()
 
     def _enter(self, state: EpisodeState, doing: str) -> None:
         self.state = state
         blocks = state in _BLOCKING or self.stopping is not None
         if blocks is not self.blocks:
-            self._recount(blocks)
-        self.since = self._owner.now()
+            self.blocks = blocks
+            self._owner.recount(self)
+        if blocks:
+            self.since = self._owner.now()
         self.doing = doing
         if state is EpisodeState.REPLAY_STEP and self._owner.admission.closed:
-            self._deadline.pause()
-
-    def _recount(self, blocks: bool) -> None:
-        self.blocks = blocks
-        self._owner.recount(self)
+            self._pause()
 
     def describe(self) -> str:
         """What it is doing, for a blocker list."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import trio
 from hypothesis import given
@@ -37,17 +35,6 @@ async def test_paused_time_does_not_count(autojump_clock: MockClock) -> None:
         await trio.sleep(100)
     assert scope.cancelled_caught
     assert trio.current_time() == pytest.approx(1005)
-
-
-async def test_without_a_limit_it_never_fires(autojump_clock: MockClock) -> None:
-    """STEP-5."""
-    with trio.CancelScope() as scope:
-        deadline = PausableDeadline(scope, None)
-        deadline.pause()
-        await trio.sleep(80_000)
-        deadline.resume()
-        assert deadline.remaining_s() == math.inf
-    assert not scope.cancelled_caught
 
 
 async def test_a_scope_that_was_left_already_is_no_harm(autojump_clock: MockClock) -> None:

@@ -47,7 +47,10 @@ def dump_json(value: object) -> bytes:
     Raises:
         TypeError, ValueError, RecursionError: `value` is not JSON; a fault of the caller.
     """
-    text = dump_finite_json(value)
+    try:
+        text = orjson.dumps(value, None, _OPTIONS)
+    except TypeError:
+        return dump_ascii_json(value)
     return dump_ascii_json(value) if b"null" in text and not _is_plain(value) else text
 
 

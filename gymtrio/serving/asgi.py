@@ -17,6 +17,7 @@ import trio
 from gymtrio.context import AsgiApp, Message, Receive, Scope, Send
 from gymtrio.errors import Refusal
 from gymtrio.limits import DATA_BODY_BYTES_MAX
+from gymtrio.serving.draining import Cancellable
 from gymtrio.serving.exchange import Exchange, OnDone, read_whole, send_answer
 from gymtrio.serving.http import (
     Answer,
@@ -41,11 +42,11 @@ _log = logging.getLogger(__name__)
 class Taken(Protocol):
     """A request that a hot route takes; its body is still to be read."""
 
-    async def answer(self, body: bytes, scope: trio.CancelScope | None) -> Answer:
+    async def answer(self, body: bytes, work: Cancellable | None) -> Answer:
         """Run the handler; refusals and faults are answers as well, and so is the end of a drain.
 
         Args:
-            scope: that of the exchange; where it has none, one is made, which ends with the handler.
+            work: that of the exchange; where it has none, a scope is made, which ends with the handler.
         """
         ...
 
@@ -82,7 +83,7 @@ async def serve_exchange(app: AsgiApp, exchange: Exchange) -> None:
             await _run_shown(app, exchange)
             return
         body = await read_whole(exchange, DATA_BODY_BYTES_MAX)
-        answer = await taken.answer(body, exchange.scope)
+        answer = await taken.answer(body, exchange.work)
     except Refusal as refusal:
         answer = refusal_response(refusal)
     except ClientGone:
@@ -188,7 +189,7 @@ class _Shown:
 class ForeignExchange:
     """A request that a foreign ASGI server has received, as an exchange."""
 
-    scope: trio.CancelScope | None = None
+    work: Cancellable | None = None
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope = scope
@@ -279,7 +280,7 @@ async def serve_foreign(taken: Taken, exchange: ForeignExchange) -> None:
         return
     async with trio.open_nursery() as nursery:
         nursery.start_soon(exchange.watch, nursery.cancel_scope)
-        await send_answer(exchange, await taken.answer(body, exchange.scope))
+        await send_answer(exchange, await taken.answer(body, exchange.work))
         nursery.cancel_scope.cancel()
 
 

@@ -21,6 +21,7 @@ import trio
 from gymtrio.context import AsgiApp, Scope, decode_path
 from gymtrio.json_text import dump_json
 from gymtrio.serving.asgi import BrokenOff, serve_exchange
+from gymtrio.serving.draining import Cancellable
 from gymtrio.serving.exchange import OnDone, send_answer
 from gymtrio.serving.garbage import note_end
 from gymtrio.serving.http import (
@@ -316,7 +317,7 @@ def _pair(address: object) -> tuple[str, int] | None:
 class _HttpExchange:
     """One request of a connection (`gymtrio.serving.exchange.Exchange`)."""
 
-    scope: trio.CancelScope | None = None
+    work: Cancellable | None = None
 
     def __init__(self, connection: Connection, reader: RequestReader, head: Head) -> None:
         self._connection = connection

@@ -28,7 +28,7 @@ from gymtrio.context import (
 from gymtrio.episodes.admission import Admission
 from gymtrio.errors import Refusal, Unavailable
 from gymtrio.serving.asgi import ForeignExchange, refuse_foreign, serve_foreign, uninterrupted
-from gymtrio.serving.draining import InWork
+from gymtrio.serving.draining import Cancellable, InWork
 from gymtrio.serving.exchange import Exchange, send_answer
 from gymtrio.serving.http import (
     Answer,
@@ -99,19 +99,25 @@ class _Taken:
     headers: Headers
     context: RolloutContext | None
 
-    async def answer(self, body: bytes, scope: trio.CancelScope | None) -> Answer:
+    async def answer(self, body: bytes, work: Cancellable | None) -> Answer:
         request = Request(self.method, self.path, self.query, self.headers, body, self.context)
         in_work, status = self.dispatcher.in_work, 0
-        work = in_work.enter(scope)
+        scope = trio.CancelScope() if work is None else None
+        begun = scope or work
+        assert begun is not None
+        in_work.enter(begun)
         try:
-            if scope is None:
-                with work:
+            if scope is not None:
+                with scope:
                     answer = await self._run(request)
-                if work.cancelled_caught:
+                if scope.cancelled_caught:
                     answer = refusal_response(_stopping())
             else:
                 try:
-                    answer = await self._run(request)
+                    if self.context is None:
+                        answer = await _answer_of(self.handler, request)
+                    else:
+                        answer = await self._run(request)
                 except BaseException as error:
                     # What a drain cancels ends here: the task goes on to send the answer.
                     if not in_work.drained or not _is_cancelled(error):
@@ -120,7 +126,7 @@ class _Taken:
             status = answer.status
             return answer
         finally:
-            in_work.leave(work)
+            in_work.leave(begun)
             self.dispatcher.metrics.request_ended(self.route, status)
 
     async def _run(self, request: Request) -> Answer:
@@ -214,7 +220,8 @@ class Dispatcher:
         self, scope: Scope, context: RolloutContext | None, receive: Receive, send: Send
     ) -> None:
         sending = _Sending(send)
-        work = self.in_work.enter()
+        work = trio.CancelScope()
+        self.in_work.enter(work)
         began = trio.current_time()
         try:
             with work, rollout_context(context):

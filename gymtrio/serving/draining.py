@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Protocol
 
 import trio
 
@@ -23,34 +23,34 @@ DRAIN_S_MAX: Final = DRAIN_S + LAST_ANSWERS_S_MAX
 """From the end of the grace to the end of the last connection."""
 
 
+class Cancellable(Protocol):
+    """What ends the work on one request at its next suspension: a cancel scope, or a call."""
+
+    def cancel(self) -> None: ...
+
+
 class InWork:
-    """The requests that handlers work on; each in a scope of its own."""
+    """The requests that handlers work on; each is cancelled on its own."""
 
     def __init__(self) -> None:
-        self._scopes: dict[trio.CancelScope, None] = {}
+        self._works: dict[Cancellable, None] = {}
         self._none = Signal()
         self.drained = False
         """What would begin now is refused."""
 
     def __len__(self) -> int:
-        return len(self._scopes)
+        return len(self._works)
 
-    def enter(self, scope: trio.CancelScope | None = None) -> trio.CancelScope:
-        """Begin one request's work.
-
-        Args:
-            scope: what its task runs in already; None: one is made, which only a drain cancels.
-        """
-        scope = scope or trio.CancelScope()
-        self._scopes[scope] = None
+    def enter(self, work: Cancellable) -> None:
+        """Begin one request's work; a drain cancels it."""
+        self._works[work] = None
         if self.drained:
-            scope.cancel()
-        return scope
+            work.cancel()
 
-    def leave(self, scope: trio.CancelScope) -> None:
-        del self._scopes[scope]
+    def leave(self, work: Cancellable) -> None:
+        del self._works[work]
         note_end()
-        if not self._scopes:
+        if self.drained and not self._works:
             self._none.notify()
 
     async def drain(self) -> None:
@@ -61,11 +61,11 @@ class InWork:
         Cancelled: all is cancelled that was so far.
         """
         self.drained = True
-        due = list(self._scopes)
+        due = list(self._works)
         for begin in range(0, len(due), WAKE_SLICE_TASKS):
-            for scope in due[begin : begin + WAKE_SLICE_TASKS]:
-                scope.cancel()
+            for work in due[begin : begin + WAKE_SLICE_TASKS]:
+                work.cancel()
             await trio.lowlevel.checkpoint()
         with trio.move_on_after(DRAIN_S):
-            while self._scopes:
+            while self._works:
                 await self._none.wait()

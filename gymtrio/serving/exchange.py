@@ -15,6 +15,7 @@ import trio
 
 from gymtrio.context import Scope
 from gymtrio.errors import TooLarge
+from gymtrio.serving.draining import Cancellable
 from gymtrio.serving.http import (
     JSON_CONTENT_TYPE,
     Answer,
@@ -56,8 +57,8 @@ class Exchange(Protocol):
         ...
 
     @property
-    def scope(self) -> trio.CancelScope | None:
-        """What its task runs in, where an answer leaves also when that is cancelled; else None."""
+    def work(self) -> Cancellable | None:
+        """What cancels its task, where an answer leaves also when that is cancelled; else None."""
         ...
 
     def body_at_hand(self) -> bytes | None:

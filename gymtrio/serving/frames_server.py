@@ -11,10 +11,11 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Final, TypeAlias, TypeVar
+from urllib.parse import unquote
 
 import trio
 
-from gymtrio.context import AsgiApp, Scope, decode_path
+from gymtrio.context import AsgiApp, Scope
 from gymtrio.serving.asgi import serve_exchange
 from gymtrio.serving.exchange import OnDone, send_answer
 from gymtrio.serving.frames_head import BROKEN_OFF, KIND, decode_request, encode_reply
@@ -51,6 +52,8 @@ class FramesServer:
         self._me = me
         self._handlers: dict[str, CallHandler] = {**(calls or {}), KIND: partial(serve_call, app)}
         self.calls_running = 0
+        self._finishing = 0
+        """Who waits for the last of them."""
         self._idle = trio.lowlevel.ParkingLot()
         self._channels: set[Channel] = set()
 
@@ -100,13 +103,17 @@ class FramesServer:
             await handler(call)
         finally:
             self.calls_running -= 1
-            if not self.calls_running and self._idle:
+            if self._finishing and not self.calls_running:
                 self._idle.unpark_all()
 
     async def finished(self) -> None:
         """Return when no call is being served."""
-        while self.calls_running:
-            await self._idle.park()
+        self._finishing += 1
+        try:
+            while self.calls_running:
+                await self._idle.park()
+        finally:
+            self._finishing -= 1
 
     async def flush(self) -> None:
         """Return when the answers that were given have left, or do not for too long (SRV-2)."""
@@ -148,16 +155,16 @@ class _FramesExchange:
         "headers",
         "method",
         "path",
-        "scope",
+        "work",
     )
 
     def __init__(self, call: IncomingCall) -> None:
         self._call = call
         self.method, target, self.headers = decode_request(call.head)
         self._raw_path, _, self._query = target.partition("?")
-        self.path = decode_path(self.raw_path)
-        self.scope = call.scope
-        """What its task runs in: an answer leaves also when that is cancelled."""
+        self.path = unquote(self._raw_path) if "%" in self._raw_path else self._raw_path
+        self.work = call
+        """An answer leaves also when that is cancelled."""
         self.begun = False
         """Some of an answer was queued, or an attempt was made."""
         body = call.body

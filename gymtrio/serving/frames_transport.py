@@ -139,34 +139,32 @@ class _Lines:
     """The connections to the processes of one server."""
 
     def __init__(self, lines: Sequence[_Line]) -> None:
-        self._lines = lines
+        self.each = lines
         self.several = len(lines) > 1
+
+    @property
+    def calls(self) -> int:
+        """Under way."""
+        return sum(line.calls for line in self.each)
 
     def carry(self, lane: Lane) -> bool:
         """Whether a call goes over frames now."""
         if not self.several:
             return True
-        return lane is not Lane.CONTROL and not all(line.is_shunned for line in self._lines)
-
-    def taken(self) -> _Taken:
-        """Take one for a call; given back at the end of the block."""
-        return _Taken(self._lines)
+        return lane is not Lane.CONTROL and not all(line.is_shunned for line in self.each)
 
 
 class _Taken:
-    """The line of one call, and the next one should it lead nowhere."""
+    """The line of one call, and the next one should it lead nowhere; to be given back."""
 
     __slots__ = ("_line", "_lines")
 
     def __init__(self, lines: Sequence[_Line]) -> None:
         self._lines = lines
         self._line = lines[0] if len(lines) == 1 else _next_of(lines)
-
-    def __enter__(self) -> _Taken:
         self._line.calls += 1
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def give_back(self) -> None:
         self._line.calls -= 1
 
     @property
@@ -210,7 +208,6 @@ class FramesTransport:
         settings: ClientSettings,
     ) -> None:
         self._http = http
-        self._data_calls = 0
         self._control_calls = 0
         self._me = me
         self._token = token
@@ -242,14 +239,18 @@ class FramesTransport:
     def statistics(self, lane: Lane | None = None) -> PoolStatistics:
         """Count what is held, in one lane or in all; a call over frames never waits for a place."""
         http = self._http.statistics(lane)
-        calls = self._data_calls if lane is not Lane.CONTROL else 0
-        calls += self._control_calls if lane is not Lane.DATA else 0
+        calls = sum(lines.calls for lines in self._lines.values())
+        if lane is not None:
+            in_control = self._control_calls
+            calls = in_control if lane is Lane.CONTROL else calls - in_control
         return attrs.evolve(http, active=http.active + calls)
 
     def _lines_of(self, origin: Origin, lane: Lane) -> _Lines | None:
         """None: it is called over HTTP."""
         lines = self._lines.get(origin)
-        return lines if lines is not None and lines.carry(lane) else None
+        if lines is not None and lines.several and not lines.carry(lane):
+            return None
+        return lines
 
     async def request(
         self, origin: Origin, outgoing: Outgoing, lane: Lane, deadline: float
@@ -258,16 +259,18 @@ class FramesTransport:
         lines = self._lines_of(origin, lane)
         if lines is None:
             return None
-        self._count(lane, 1)
+        is_control = lane is Lane.CONTROL
+        line = _Taken(lines.each)
+        self._control_calls += is_control
         try:
-            with lines.taken() as line:
-                return await _whole_reply(line, origin, outgoing, lane, deadline)
+            return await _whole_reply(line, origin, outgoing, is_control, deadline)
         except _NobodyThere:
             if lines.several:
                 return None
             raise
         finally:
-            self._count(lane, -1)
+            line.give_back()
+            self._control_calls -= is_control
 
     @asynccontextmanager
     async def exchange(
@@ -279,13 +282,14 @@ class FramesTransport:
             async with self._http.exchange(origin, outgoing, lane) as incoming:
                 yield incoming
             return
-        self._count(lane, 1)
+        is_control = lane is Lane.CONTROL
+        line = _Taken(lines.each)
+        self._control_calls += is_control
         try:
             async with AsyncExitStack() as stack:
-                line = stack.enter_context(lines.taken())
                 entered: Incoming
                 try:
-                    entered = await _entered(stack, line, origin, outgoing, lane)
+                    entered = await _entered(stack, line, origin, outgoing, is_control)
                 except _NobodyThere:
                     if not lines.several:
                         raise
@@ -293,20 +297,14 @@ class FramesTransport:
                     entered = await stack.enter_async_context(over_http)
                 yield entered
         finally:
-            self._count(lane, -1)
-
-    def _count(self, lane: Lane, more: int) -> None:
-        if lane is Lane.DATA:
-            self._data_calls += more
-        else:
-            self._control_calls += more
+            line.give_back()
+            self._control_calls -= is_control
 
 
 async def _whole_reply(
-    line: _Taken, origin: Origin, outgoing: Outgoing, lane: Lane, deadline: float
+    line: _Taken, origin: Origin, outgoing: Outgoing, control: bool, deadline: float
 ) -> WholeReply:
     head = encode_request(outgoing.method, outgoing.target, outgoing.headers)
-    control = lane is Lane.CONTROL
     body = outgoing.body
     try:
         channel = line.open_channel or await _by(deadline, line.channel)
@@ -328,12 +326,11 @@ async def _whole_reply(
 
 
 async def _entered(
-    stack: AsyncExitStack, line: _Taken, origin: Origin, outgoing: Outgoing, lane: Lane
+    stack: AsyncExitStack, line: _Taken, origin: Origin, outgoing: Outgoing, control: bool
 ) -> _Reply | _Refused:
     head = encode_request(outgoing.method, outgoing.target, outgoing.headers)
 
     async def enter(channel: Channel) -> OpenCall:
-        control = lane is Lane.CONTROL
         call = channel.exchange(KIND, head, outgoing.body, control=control)
         return await stack.enter_async_context(call)
 

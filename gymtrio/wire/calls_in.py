@@ -40,6 +40,7 @@ class IncomingCall:
         "deadline",
         "has_task",
         "head",
+        "is_cancelled",
         "kind",
         "on_cancel",
     )
@@ -48,6 +49,8 @@ class IncomingCall:
         self._channel = channel
         self._is_answered = False
         self._scope: trio.CancelScope | None = None
+        self.is_cancelled = False
+        """Its handler is, as soon as it runs."""
         self.has_task = False
         """A handler serves it; else it was answered at once, or an `Inline` keeps it."""
         self.call_id = call.call_id
@@ -197,13 +200,19 @@ class IncomingCall:
         await done.wait()
         return outcome[0]
 
+    def cancel(self) -> None:
+        """Cancel its handler; whoever asked for that may still answer."""
+        self.is_cancelled = True
+        if self._scope is not None:
+            self._scope.cancel()
+
     # --- for the channel ------------------------------------------------------------------------
 
     def enter(self, scope: trio.CancelScope) -> None:
         """Its handler begins, in this scope."""
         self._scope = scope
-        if not self.is_wanted:
-            scope.cancel()
+        if self.is_cancelled or not self.is_wanted:
+            self.cancel()
 
     def leave(self) -> None:
         """Its handler has ended; what the scope serves from now on is not this call's."""
@@ -219,8 +228,7 @@ class IncomingCall:
 
     def cancelled(self) -> None:
         """Nobody wants the answer any more."""
-        if self._scope is not None:
-            self._scope.cancel()
+        self.cancel()
         on_cancel, self.on_cancel = self.on_cancel, None
         if on_cancel is not None:
             on_cancel()

@@ -117,7 +117,7 @@ async def ask(
 ) -> WholeReply:
     """See `Channel.request`."""
     call_id: int | None = None
-    now = trio.current_time()
+    now = channel.now()
     if not channel.dialogue.is_congested and (deadline is None or deadline > now):
         # The call is queued without waiting, so that only the wait for its reply need be timed.
         await trio.lowlevel.checkpoint_if_cancelled()

@@ -87,6 +87,8 @@ class Channel:
     ) -> None:
         self.peer: Final = peer
         self.limits: Final = limits
+        # Asked for every call: trio's own function looks the clock up each time.
+        self.now: Final = trio.lowlevel.current_clock().current_time
         self.closed: Final = trio.Event()
         """Set when nothing will come any more."""
         self.why = ""
@@ -182,7 +184,7 @@ class Channel:
         await trio.lowlevel.checkpoint_if_cancelled()
         while self.dialogue.is_congested and not self.closed.is_set():
             await self._room.park()
-        return self.open_call(kind, head, body, control, deadline, trio.current_time())
+        return self.open_call(kind, head, body, control, deadline, self.now())
 
     def open_call(
         self,

@@ -67,7 +67,7 @@ class HandlerTasks:
                 while True:
                     call.enter(scope)
                     await self._handler(call)
-                    if scope.cancel_called:
+                    if call.is_cancelled:
                         break
                     self._leave(call)
                     following = await self._next()

@@ -112,7 +112,10 @@ class Speaking:
     @property
     def is_congested(self) -> bool:
         """The peer does not read: calls and posts are refused until it does."""
-        return self._outgoing.size_bytes >= self.limits.outgoing_bytes_max
+        waiting = self._outgoing
+        return (
+            waiting.control.size_bytes + waiting.data.size_bytes >= self.limits.outgoing_bytes_max
+        )
 
     @property
     def is_stuck(self) -> bool:
@@ -340,8 +343,8 @@ class Speaking:
 
     def _waits_in_chunks(self, call_id: int, body: bytes) -> bool:
         # In the control lane answers are few, and their order is what others rely on.
-        in_control = call_id & CONTROL_BIT
-        return self.is_congested and not in_control and len(body) > SMALL_ANSWER_BYTES_MAX
+        is_large = len(body) > SMALL_ANSWER_BYTES_MAX
+        return is_large and not call_id & CONTROL_BIT and self.is_congested
 
     def _begin(self, call_id: int, call: TheirCall, head: bytes) -> Body:
         lane = self._lane(call_id)

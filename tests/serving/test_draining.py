@@ -171,7 +171,8 @@ async def test_work_is_ended_in_slices_and_waited_for(autojump_clock: MockClock)
     ended: list[float] = []
 
     async def work(delay_s: float) -> None:
-        scope = in_work.enter()
+        scope = trio.CancelScope()
+        in_work.enter(scope)
         try:
             with scope:
                 await trio.sleep_forever()
@@ -199,7 +200,8 @@ async def test_all_who_drain_hear_of_the_end(autojump_clock: MockClock) -> None:
     in_work = InWork()
 
     async def work() -> None:
-        scope = in_work.enter()
+        scope = trio.CancelScope()
+        in_work.enter(scope)
         try:
             with scope:
                 await trio.sleep_forever()
@@ -219,7 +221,8 @@ async def test_all_who_drain_hear_of_the_end(autojump_clock: MockClock) -> None:
 async def test_work_begun_while_draining_is_ended_too() -> None:
     in_work = InWork()
     await in_work.drain()
-    scope = in_work.enter()
+    scope = trio.CancelScope()
+    in_work.enter(scope)
     with scope:
         await trio.sleep_forever()
     in_work.leave(scope)

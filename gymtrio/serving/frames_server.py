@@ -94,7 +94,8 @@ class FramesServer:
         await serve_channels(listener, serve, task_status=task_status)
 
     async def _handle(self, call: IncomingCall) -> None:
-        handler = self._handlers.get(call.kind.partition("/")[0])
+        handlers = self._handlers
+        handler = handlers.get(call.kind) or handlers.get(call.kind.partition("/")[0])
         if handler is None:
             call.fail(404, "unknown_kind", f"no handler for {call.kind!r}")
             return

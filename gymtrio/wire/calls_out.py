@@ -60,14 +60,6 @@ class WholeCall:
         self._body: list[bytes] = []
         self._size_bytes = 0
 
-    async def wait(self) -> WholeReply:
-        """Wait for the reply.
-
-        Cancelled: the peer is told so; either the reply is returned or the call is cancelled.
-        """
-        reply: WholeReply = await trio.lowlevel.wait_task_rescheduled(self._abort)
-        return reply
-
     def replied(self, head: bytes, body: bytes | None) -> None:
         if body is None:
             self._head = head
@@ -101,7 +93,8 @@ class WholeCall:
         self._channel.leave(self._call_id)
         self.failed(_timed_out(self._channel, self._kind))
 
-    def _abort(self, raise_cancel: Any) -> trio.lowlevel.Abort:
+    def abort(self, raise_cancel: Any) -> trio.lowlevel.Abort:
+        """The task is cancelled, and the peer told so."""
         self._channel.leave(self._call_id)
         return trio.lowlevel.Abort.SUCCEEDED
 
@@ -131,7 +124,8 @@ async def ask(
     channel.own(call_id, call)
     if deadline is not None:
         channel.deadlines.add(deadline, call_id, call.overdue)
-    return await call.wait()
+    reply: WholeReply = await trio.lowlevel.wait_task_rescheduled(call.abort)
+    return reply
 
 
 def _timed_out(channel: Channel, kind: str) -> CallTimedOut:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Final, Literal, TypeAlias
 
@@ -116,7 +116,7 @@ class Channel:
 
     # --- calling --------------------------------------------------------------------------------
 
-    async def request(
+    def request(
         self,
         kind: str,
         body: bytes = b"",
@@ -125,7 +125,7 @@ class Channel:
         control: bool = False,
         deadline: float | None = None,
         on_reply: OnReply | None = None,
-    ) -> WholeReply:
+    ) -> Coroutine[object, None, WholeReply]:
         """Call the peer and wait for the whole reply.
 
         Args:
@@ -141,7 +141,7 @@ class Channel:
 
         Cancelled: the peer is told, and cancels its handler.
         """
-        return await ask(self, kind, head, body, control, deadline, on_reply)
+        return ask(self, kind, head, body, control, deadline, on_reply)
 
     def exchange(
         self,

@@ -14,7 +14,6 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 import msgpack
 
-from gymtrio.errors import GymtrioError
 from gymtrio.json_text import dump_finite_json, is_as_written, load_json
 from gymtrio.limits import FRAME_NESTING_MAX
 from gymtrio.strict import MalformedValue, describe, structure, unstructure
@@ -71,7 +70,10 @@ def unpack_list(data: bytes) -> list[object]:
     Raises:
         MalformedValue: not msgpack, an extension type, too deep, or not a list.
     """
-    value = _unpacked(data)
+    try:
+        value: object = msgpack.unpackb(data, ext_hook=_refuse_extension)
+    except _UNPACKING_FAULTS as error:
+        raise _no_message(error) from None
     if type(value) is not list:
         raise MalformedValue("", f"expected a list, got {describe(value)}")
     return value
@@ -79,7 +81,10 @@ def unpack_list(data: bytes) -> list[object]:
 
 def unpack_tuple(data: bytes) -> tuple[object, ...]:
     """As `unpack_list`, with every list in it, and itself, a tuple."""
-    value = _unpacked(data, use_list=False)
+    try:
+        value: object = msgpack.unpackb(data, use_list=False, ext_hook=_refuse_extension)
+    except _UNPACKING_FAULTS as error:
+        raise _no_message(error) from None
     if type(value) is not tuple:
         raise MalformedValue("", f"expected a list, got {describe(value)}")
     return value
@@ -100,20 +105,20 @@ def unpack_plain(data: bytes) -> object:
     Raises:
         MalformedValue: see `unpack`.
     """
-    value = _unpacked(data)
+    try:
+        value: object = msgpack.unpackb(data, ext_hook=_refuse_extension)
+    except _UNPACKING_FAULTS as error:
+        raise _no_message(error) from None
     _check_plain(value)
     return value
 
 
-def _unpacked(data: bytes, *, use_list: bool = True) -> object:
-    try:
-        value: object = msgpack.unpackb(data, use_list=use_list, ext_hook=_refuse_extension)
-    except GymtrioError:
-        raise
-    except (ValueError, OverflowError, msgpack.exceptions.UnpackException) as error:
-        # Covers truncation, trailing bytes, nesting beyond msgpack's own stack, bad UTF-8.
-        raise MalformedValue("", f"not a message: {type(error).__name__}") from None
-    return value
+_UNPACKING_FAULTS: Final = (ValueError, OverflowError, msgpack.exceptions.UnpackException)
+"""Truncation, trailing bytes, nesting beyond msgpack's own stack, bad UTF-8."""
+
+
+def _no_message(error: Exception) -> MalformedValue:
+    return MalformedValue("", f"not a message: {type(error).__name__}")
 
 
 def _refuse_extension(code: int, data: bytes) -> object:

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from contextvars import copy_context
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import outcome
 import trio
 
 from gymtrio.wire.calls_in import IncomingCall
+
+_Abort: TypeAlias = Callable[[Any], trio.lowlevel.Abort]
 
 IDLE_TASKS_MAX: Final = 64
 """What a batch of short calls needs at once; some 4 kB each."""
@@ -56,11 +58,19 @@ class HandlerTasks:
             self._nursery.start_soon(self._serve, call)
 
     async def _serve(self, first: IncomingCall) -> None:
+        task = trio.lowlevel.current_task()
+
+        def abort(raise_cancel: Any) -> trio.lowlevel.Abort:
+            self._idle.remove(task)
+            return trio.lowlevel.Abort.SUCCEEDED
+
         call: IncomingCall | None = first
         while call is not None:
-            call = await self._serve_some(call)
+            call = await self._serve_some(call, task, abort)
 
-    async def _serve_some(self, call: IncomingCall) -> IncomingCall | None:
+    async def _serve_some(
+        self, call: IncomingCall, task: trio.lowlevel.Task, abort: _Abort
+    ) -> IncomingCall | None:
         """Serve calls until one needs another scope, and say which is next; None: none is."""
         try:
             with trio.CancelScope() as scope:
@@ -70,31 +80,26 @@ class HandlerTasks:
                     if call.is_cancelled:
                         break
                     self._leave(call)
-                    following = await self._next()
-                    if following is None:
+                    if not self._stand_by(task):
                         return None
-                    call = following
+                    call = await trio.lowlevel.wait_task_rescheduled(abort)
         except Exception as error:  # noqa: BLE001 - the edge: a handler's fault ends its own call
             self._fail(call, error)
         self._leave(call)
-        return await self._next()
+        if not self._stand_by(task):
+            return None
+        following: IncomingCall = await trio.lowlevel.wait_task_rescheduled(abort)
+        return following
 
     def _leave(self, call: IncomingCall) -> None:
         call.leave()
         self._end(call)
 
-    async def _next(self) -> IncomingCall | None:
-        """Wait for another call; None: there are enough who do."""
+    def _stand_by(self, task: trio.lowlevel.Task) -> bool:
+        """Have the task that asks woken with the next call; False: there are enough who wait."""
         if len(self._idle) >= IDLE_TASKS_MAX:
-            return None
-        task = trio.lowlevel.current_task()
-
-        def abort(raise_cancel: Any) -> trio.lowlevel.Abort:
-            self._idle.remove(task)
-            return trio.lowlevel.Abort.SUCCEEDED
-
+            return False
         self._idle.append(task)
         # What the last handler set there is gone with the next step of this task.
         task.context = self._context.copy()
-        call: IncomingCall = await trio.lowlevel.wait_task_rescheduled(abort)
-        return call
+        return True

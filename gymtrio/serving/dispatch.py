@@ -173,26 +173,23 @@ class Dispatcher:
 
     def take(self, exchange: Exchange) -> _Taken | None:
         """See `gymtrio.serving.asgi.DirectApp`."""
+        method, path, headers = exchange.method, exchange.path, exchange.headers
+        context = None
         try:
-            return self._take(exchange)
+            if not path.startswith("/"):
+                raise BadRequest("a request target is a path and starts with a slash")
+            if path.startswith(ROLLOUT_PREFIX):
+                context, path = split_rollout_path(path)
+                assert context is not None
+                context = attrs.evolve(context, epoch=epoch_of(headers))
+            handler = self._routes.handler(method, path)
+            if handler is None:
+                return None
+            if not self.accepting:
+                raise _stopping()
         except Refusal as refusal:
             self.metrics.request_ended(NO_ROUTE, refusal.status)
             raise
-
-    def _take(self, exchange: Exchange) -> _Taken | None:
-        method, path, headers = exchange.method, exchange.path, exchange.headers
-        context = None
-        if not path.startswith("/"):
-            raise BadRequest("a request target is a path and starts with a slash")
-        if path.startswith(ROLLOUT_PREFIX):
-            context, path = split_rollout_path(path)
-            assert context is not None
-            context = attrs.evolve(context, epoch=epoch_of(headers))
-        handler = self._routes.handler(method, path)
-        if handler is None:
-            return None
-        if not self.accepting:
-            raise _stopping()
         query = exchange.query.decode("latin-1")
         route = path if path in self._routes.methods else FALLBACK_ROUTE
         return _Taken(self, route, handler, method, path, query, headers, context)

@@ -95,7 +95,7 @@ class _Line:
         self._address = address
         self._connect = connect
         self._nursery = nursery
-        self._opening: _Opening | None = None
+        self.opening: _Opening | None = None
         self._shunned_until = -math.inf
         self.calls = 0
         """Under way."""
@@ -109,23 +109,15 @@ class _Line:
         """The lowest is called next (F4)."""
         return self.is_shunned, self.calls
 
-    @property
-    def open_channel(self) -> Channel | None:
-        """The connection, if there is one already."""
-        opening = self._opening
-        if opening is None or opening.channel is None or opening.channel.closed.is_set():
-            return None
-        return opening.channel
-
     async def channel(self) -> Channel:
         """The connection; made if there is none.
 
         Raises:
             TransportError: it cannot be connected to.
         """
-        opening = self._opening
+        opening = self.opening
         if opening is None or opening.is_over:
-            opening = self._opening = _Opening()
+            opening = self.opening = _Opening()
             self._nursery.start_soon(self._connect, opening, self._origin, self._address)
         if opening.channel is None:
             await opening.settled.wait()
@@ -169,7 +161,11 @@ class _Taken:
 
     @property
     def open_channel(self) -> Channel | None:
-        return self._line.open_channel
+        """The connection, if there is one already."""
+        opening = self._line.opening
+        if opening is None or opening.channel is None or opening.channel.closed.is_set():
+            return None
+        return opening.channel
 
     async def channel(self) -> Channel:
         """A connection to any of the processes.

@@ -159,7 +159,8 @@ class ServerMetrics(Collector):
             route: one of the server's own routes, or what sort of route it was.
             status: as it was sent; 0: the caller left before.
         """
-        self._requests[route, status] = self._requests.get((route, status), 0) + 1
+        counted = route, status
+        self._requests[counted] = self._requests.get(counted, 0) + 1
 
     def _operation_ended(self, operation: str, status: int, took_s: float) -> None:
         known = operation if operation in REQUESTS or operation == "status" else "unknown"

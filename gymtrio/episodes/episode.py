@@ -62,6 +62,26 @@ _BLOCKING: Final = (EpisodeState.RUNNING, EpisodeState.WAIT_STEP, EpisodeState.F
 class Episode:
     """One attempt while it runs here: `gymtrio.episodes.steps.Steps`. Made by `Episodes.run` only."""
 
+    __slots__ = (
+        "_boundary",
+        "_close_cancels",
+        "_deadline",
+        "_owner",
+        "_scope",
+        "_unrecorded",
+        "blocks",
+        "conclusion",
+        "continuation",
+        "doing",
+        "ended",
+        "episode_id",
+        "last_step",
+        "nursery",
+        "since",
+        "state",
+        "stopping",
+    )
+
     def __init__(
         self,
         owner: Episodes,

@@ -125,7 +125,7 @@ class Others:
             again = rng.choice(old[-40:])
             outgoing = again.outgoing
             if self.is_dead(again) and not again.dead:
-                outgoing = attrs.evolve(outgoing, headers=(*outgoing.headers, DEAD))
+                outgoing = outgoing._replace(headers=(*outgoing.headers, DEAD))
             self.history.sometimes["a stale request"] += 1
             if again.epoch is not None and self._is_current(again):
                 self.history.sometimes["a stale request of an earlier restore"] += 1

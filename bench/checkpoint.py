@@ -148,6 +148,8 @@ async def _run_rounds(case: Case, measured: Measured, directory: Path) -> None:
     for number in range(case.rounds):
         root = directory / str(number)
         (root / "checkpoints").mkdir(parents=True)
+        # What the round before has left is not looked for in this one.
+        spare_long_lived_objects()
         async with open_heart() as heart, open_background() as nursery:
             # As in the process of a server that waits for so many callers.
             nursery.start_soon(spare_the_loop, lambda: case.count)
@@ -325,6 +327,7 @@ class _Round:
             self._measured.restore.append(sample)
             replacements = [episode_id.next_attempt() for episode_id in self._ids]
             live = LiveEpisodes(participant, replacements, None)
+            await trio.lowlevel.checkpoint()
             with self._heart.measuring() as sample:
                 await live.start(nursery)
             self._measured.claim.append(sample)

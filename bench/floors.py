@@ -24,11 +24,11 @@ _HEADER: Final = struct.Struct(">2sBBII")
 _CHECKED: Final = struct.Struct(">BBI")
 _RECORD_HEAD: Final = struct.Struct(">BI")
 _RECORD_TYPE: Final = 2
+_SCALARS: Final = (str, int, float, bool, type(None))
+
 _encode: Final = json.JSONEncoder(
     ensure_ascii=False, check_circular=False, separators=(",", ":")
 ).encode
-
-_SCALARS: Final = (str, int, float, bool, type(None))
 
 
 def encode_each(states: Iterable[object]) -> None:

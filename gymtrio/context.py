@@ -138,7 +138,6 @@ def rollout_of_scope(scope: Scope) -> tuple[RolloutContext | None, Scope]:
     return context, without_prefix(scope, context, real_path)
 
 
-def decode_path(raw_path: bytes) -> str:
+def decode_path(raw_path: str) -> str:
     """Decode a request target's path as ASGI servers do."""
-    path = raw_path.decode("ascii")
-    return unquote(path) if "%" in path else path
+    return unquote(raw_path) if "%" in raw_path else raw_path

@@ -75,7 +75,9 @@ class EpisodeId:
         return _key_of(self.rollout_id, self.attempt)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, EpisodeId) and self.capture_key == other.capture_key
+        if not isinstance(other, EpisodeId):
+            return NotImplemented
+        return self.capture_key == other.capture_key
 
     def __hash__(self) -> int:
         return hash(self.capture_key)

@@ -25,6 +25,7 @@ _DECODER: Final = msgspec.json.Decoder()
 _OPTIONS: Final = orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME
 
 _ATOMS: Final = frozenset({type(None), bool, int, str})
+_NUMBERS_TOO: Final = _ATOMS | {float}
 
 
 def load_json(text: bytes) -> object:
@@ -47,10 +48,7 @@ def dump_json(value: object) -> bytes:
     Raises:
         TypeError, ValueError, RecursionError: `value` is not JSON; a fault of the caller.
     """
-    try:
-        text = orjson.dumps(value, None, _OPTIONS)
-    except TypeError:
-        return dump_ascii_json(value)
+    text = dump_finite_json(value)
     return dump_ascii_json(value) if b"null" in text and not _is_plain(value) else text
 
 
@@ -79,7 +77,7 @@ def dump_exact_json(value: object) -> bytes | None:
         lone surrogate, or more than 254 levels.
     """
     try:
-        text = orjson.dumps(value)
+        text = _dump(value)
     except TypeError:
         return None
     return None if b"null" in text and not _is_plain(value) else text
@@ -139,7 +137,12 @@ def _is_plain(value: object) -> bool:
             continue
         else:
             return False
-        # Lists of thousands mostly hold nothing but these.
-        if not _ATOMS.issuperset(map(type, inner)):
+        # Lists of thousands mostly hold nothing but these, or numbers.
+        kinds = set(map(type, inner))
+        if kinds <= _ATOMS:
+            continue
+        if not kinds <= _NUMBERS_TOO:
             stack.extend(inner)
+        elif not all(isfinite(each) for each in inner if type(each) is float):
+            return False
     return True

@@ -82,9 +82,7 @@ async def serve_exchange(app: AsgiApp, exchange: Exchange) -> None:
         if taken is None:
             await _run_shown(app, exchange)
             return
-        body = exchange.body_at_hand()
-        if body is None or len(body) > DATA_BODY_BYTES_MAX:
-            body = await read_whole(exchange, DATA_BODY_BYTES_MAX)
+        body = await read_whole(exchange, DATA_BODY_BYTES_MAX)
         answer = await taken.answer(body, exchange.work)
     except Refusal as refusal:
         answer = refusal_response(refusal)

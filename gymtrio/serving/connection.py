@@ -332,7 +332,7 @@ class _HttpExchange:
         """Another request may follow on the connection."""
         self.method = head.method
         self.raw_path, _, self.query = head.target.partition(b"?")
-        self.path = decode_path(self.raw_path)
+        self.path = decode_path(self.raw_path.decode("ascii"))
         self.headers = head.headers
         self.content_length = head.content_length
 

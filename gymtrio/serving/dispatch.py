@@ -102,10 +102,10 @@ class _Taken:
     async def answer(self, body: bytes, work: Cancellable | None) -> Answer:
         request = Request(self.method, self.path, self.query, self.headers, body, self.context)
         in_work, status = self.dispatcher.in_work, 0
-        scope = trio.CancelScope() if work is None else None
-        begun = scope or work
-        assert begun is not None
-        in_work.enter(begun)
+        scope = None
+        if work is None:
+            work = scope = trio.CancelScope()
+        in_work.enter(work)
         try:
             if scope is not None:
                 with scope:
@@ -114,10 +114,7 @@ class _Taken:
                     answer = refusal_response(_stopping())
             else:
                 try:
-                    if self.context is None:
-                        answer = await _answer_of(self.handler, request)
-                    else:
-                        answer = await self._run(request)
+                    answer = await self._run(request)
                 except BaseException as error:
                     # What a drain cancels ends here: the task goes on to send the answer.
                     if not in_work.drained or not _is_cancelled(error):
@@ -126,7 +123,7 @@ class _Taken:
             status = answer.status
             return answer
         finally:
-            in_work.leave(begun)
+            in_work.leave(work)
             self.dispatcher.metrics.request_ended(self.route, status)
 
     async def _run(self, request: Request) -> Answer:

@@ -11,11 +11,10 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Final, TypeAlias, TypeVar
-from urllib.parse import unquote
 
 import trio
 
-from gymtrio.context import AsgiApp, Scope
+from gymtrio.context import AsgiApp, Scope, decode_path
 from gymtrio.serving.asgi import serve_exchange
 from gymtrio.serving.exchange import OnDone, send_answer
 from gymtrio.serving.frames_head import BROKEN_OFF, KIND, decode_request, encode_reply
@@ -163,7 +162,7 @@ class _FramesExchange:
         self._call = call
         self.method, target, self.headers = decode_request(call.head)
         self._raw_path, _, self._query = target.partition("?")
-        self.path = unquote(self._raw_path) if "%" in self._raw_path else self._raw_path
+        self.path = decode_path(self._raw_path)
         self.work = call
         """An answer leaves also when that is cancelled."""
         self.begun = False

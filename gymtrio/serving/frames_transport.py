@@ -140,9 +140,7 @@ class _Lines:
         return sum(line.calls for line in self.each)
 
     def carry(self, lane: Lane) -> bool:
-        """Whether a call goes over frames now."""
-        if not self.several:
-            return True
+        """Whether a call to one of several processes goes over frames now."""
         return lane is not Lane.CONTROL and not all(line.is_shunned for line in self.each)
 
 

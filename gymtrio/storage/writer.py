@@ -260,8 +260,6 @@ async def _publish(file: Held[ManifestFile], manifest: Manifest, where: str) -> 
 
 def _each_once(parts: Sequence[WrittenPart]) -> tuple[CaptureKey, ...]:
     """The episodes of all parts, each once in its section."""
-    if len(parts) == 1:
-        return parts[0].episodes
     by_section: defaultdict[str | None, list[CaptureKey]] = defaultdict(list)
     for written in parts:
         by_section[written.part.section] += written.episodes

@@ -80,11 +80,6 @@ class IncomingCall:
         return self._channel
 
     @property
-    def scope(self) -> trio.CancelScope | None:
-        """What its handler's task runs in, while it does."""
-        return self._scope
-
-    @property
     def is_answered(self) -> bool:
         """An answer was given, or at least begun and finished."""
         return self._is_answered
@@ -211,8 +206,8 @@ class IncomingCall:
     def enter(self, scope: trio.CancelScope) -> None:
         """Its handler begins, in this scope."""
         self._scope = scope
-        if self.is_cancelled or not self.is_wanted:
-            self.cancel()
+        if self.is_cancelled:
+            scope.cancel()
 
     def leave(self) -> None:
         """Its handler has ended; what the scope serves from now on is not this call's."""

@@ -70,10 +70,7 @@ def unpack_list(data: bytes) -> list[object]:
     Raises:
         MalformedValue: not msgpack, an extension type, too deep, or not a list.
     """
-    try:
-        value: object = msgpack.unpackb(data, ext_hook=_refuse_extension)
-    except _UNPACKING_FAULTS as error:
-        raise _no_message(error) from None
+    value = _unpacked(data)
     if type(value) is not list:
         raise MalformedValue("", f"expected a list, got {describe(value)}")
     return value
@@ -81,10 +78,7 @@ def unpack_list(data: bytes) -> list[object]:
 
 def unpack_tuple(data: bytes) -> tuple[object, ...]:
     """As `unpack_list`, with every list in it, and itself, a tuple."""
-    try:
-        value: object = msgpack.unpackb(data, use_list=False, ext_hook=_refuse_extension)
-    except _UNPACKING_FAULTS as error:
-        raise _no_message(error) from None
+    value = _unpacked(data, use_list=False)
     if type(value) is not tuple:
         raise MalformedValue("", f"expected a list, got {describe(value)}")
     return value
@@ -105,20 +99,18 @@ def unpack_plain(data: bytes) -> object:
     Raises:
         MalformedValue: see `unpack`.
     """
-    try:
-        value: object = msgpack.unpackb(data, ext_hook=_refuse_extension)
-    except _UNPACKING_FAULTS as error:
-        raise _no_message(error) from None
+    value = _unpacked(data)
     _check_plain(value)
     return value
 
 
-_UNPACKING_FAULTS: Final = (ValueError, OverflowError, msgpack.exceptions.UnpackException)
-"""Truncation, trailing bytes, nesting beyond msgpack's own stack, bad UTF-8."""
-
-
-def _no_message(error: Exception) -> MalformedValue:
-    return MalformedValue("", f"not a message: {type(error).__name__}")
+def _unpacked(data: bytes, *, use_list: bool = True) -> object:
+    try:
+        value: object = msgpack.unpackb(data, use_list=use_list, ext_hook=_refuse_extension)
+    except (ValueError, OverflowError, msgpack.exceptions.UnpackException) as error:
+        # Covers truncation, trailing bytes, nesting beyond msgpack's own stack, bad UTF-8.
+        raise MalformedValue("", f"not a message: {type(error).__name__}") from None
+    return value
 
 
 def _refuse_extension(code: int, data: bytes) -> object:

@@ -112,10 +112,7 @@ class Speaking:
     @property
     def is_congested(self) -> bool:
         """The peer does not read: calls and posts are refused until it does."""
-        waiting = self._outgoing
-        return (
-            waiting.control.size_bytes + waiting.data.size_bytes >= self.limits.outgoing_bytes_max
-        )
+        return self._outgoing.size_bytes >= self.limits.outgoing_bytes_max
 
     @property
     def is_stuck(self) -> bool:

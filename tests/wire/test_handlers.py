@@ -27,8 +27,8 @@ class Served:
 
     async def handle(self, call: IncomingCall) -> None:
         self.tasks.append(trio.lowlevel.current_task())
-        assert call.scope is not None
-        self.scopes.append(call.scope)
+        assert call._scope is not None
+        self.scopes.append(call._scope)
         match call.kind:
             case "park":
                 await self.let_go.wait()
@@ -112,7 +112,66 @@ async def test_cancelling_a_call_that_has_ended_touches_nobody() -> None:
             calls[0].cancelled()
             await trio.testing.wait_all_tasks_blocked()
             served.let_go.set()
-    assert [call.scope for call in calls] == [None, None]
+    assert [call._scope for call in calls] == [None, None]
+
+
+async def test_a_call_that_is_cancelled_here_may_answer_and_takes_nobody_along() -> None:
+    """H2: as a server does with what runs when it stops; the caller still waits for its answer."""
+    calls: list[IncomingCall] = []
+    served = Served()
+
+    async def handler(call: IncomingCall) -> None:
+        calls.append(call)
+        try:
+            await served.handle(call)
+        except trio.Cancelled:
+            call.reply(b"cut short")
+            raise
+
+    async with open_pair(handler) as (channel, _):
+        heads: list[bytes] = []
+
+        async def ask() -> None:
+            heads.append((await channel.request("park")).head)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            await trio.testing.wait_all_tasks_blocked()
+            calls[0].cancel()
+        assert heads == [b"cut short"]
+        served.let_go.set()
+        assert (await channel.request("park")).head == b"none"
+    assert len(set(served.tasks)) == 1
+    assert len({id(scope) for scope in served.scopes}) == 2
+
+
+async def test_a_call_that_answers_in_spite_of_its_cancellation_takes_nobody_along() -> None:
+    """H2: its scope stays cancelled, so the next call is not served in it."""
+    served = Served()
+
+    async def handler(call: IncomingCall) -> None:
+        if call.kind == "cancel":
+            call.cancel()
+        await served.handle(call)
+
+    async with open_pair(handler) as (channel, _):
+        assert (await channel.request("cancel")).head == b"none"
+        served.let_go.set()
+        assert (await channel.request("park")).head == b"none"
+    assert len({id(scope) for scope in served.scopes}) == 2
+
+
+async def test_a_call_may_be_cancelled_before_its_handler_begins() -> None:
+    served = Served()
+
+    def early(call: IncomingCall) -> bool:
+        call.cancel()
+        return False
+
+    async with open_pair(served.handle, inline=early) as (channel, _):
+        with pytest.raises(ChannelRefused, match="ended without an answer"):
+            await channel.request("park")
+    assert [scope.cancel_called for scope in served.scopes] == [True]
 
 
 async def test_a_fault_ends_its_own_call(caplog: pytest.LogCaptureFixture) -> None:

@@ -42,6 +42,7 @@ from gymtrio.limits import (
     STAGE_PATIENCE_S,
 )
 from gymtrio.ports import Randomness, WallClock
+from gymtrio.strict import MalformedValue
 from gymtrio.wire.control import (
     REPLIES,
     CommitReply,
@@ -101,12 +102,11 @@ async def open_coordination(
     async def ask(server: str) -> None:
         try:
             status = await _status_or_absent(channel, server, deadline)
+            if status is not None:
+                members.append(Member(server, _kind_of(status), status.instance))
+                incarnations.know(server, status.incarnation)
         except GymtrioError as error:
             failures[server] = error
-            return
-        if status is not None:
-            members.append(Member(server, Kind(status.kind), status.instance))
-            incarnations.know(server, status.incarnation)
 
     async with trio.open_nursery() as nursery:
         for server in servers:
@@ -126,6 +126,14 @@ async def open_coordination(
         nonce=randomness.hex(16),
         incarnations=incarnations,
     )
+
+
+def _kind_of(status: StatusReply) -> Kind:
+    try:
+        return Kind(status.kind)
+    except ValueError:
+        known = ", ".join(repr(kind.value) for kind in Kind)
+        raise MalformedValue("kind", f"expected one of {known}, got {status.kind!r}") from None
 
 
 async def _status_or_absent(

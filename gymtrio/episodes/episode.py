@@ -20,6 +20,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from enum import Enum
@@ -34,13 +35,21 @@ from gymtrio.episodes.by_rollout import ByRollout
 from gymtrio.episodes.deadline import PausableDeadline
 from gymtrio.episodes.signal import Signal
 from gymtrio.episodes.steps import OnClose, StepMode
-from gymtrio.errors import CheckpointConflict, GymtrioError, Refusal, StaleAttempt
+from gymtrio.errors import (
+    CheckpointConflict,
+    GymtrioError,
+    InvalidCheckpointState,
+    Refusal,
+    StaleAttempt,
+)
 from gymtrio.ids import EpisodeId, RolloutId
 from gymtrio.wire.control import Report
 
 __all__ = ["Episode", "EpisodeState", "EpisodeTimedOut", "Episodes", "OnClose", "StepMode"]
 
 T = TypeVar("T")
+
+LOG = logging.getLogger(__name__)
 
 
 class EpisodeTimedOut(GymtrioError):
@@ -267,13 +276,25 @@ class Episode:
         return f"{self.state.value}: {self.doing}"
 
 
-def boundary_of(given: object) -> object:
+def boundary_of(given: object, where: str) -> object:
     """Where an episode can continue, or None: from its input.
 
     Args:
         given: to `Episode.boundary`, a callable that gives it or itself.
+        where: whose it is, for the error: `episode r-a1`.
+
+    Raises:
+        InvalidCheckpointState: the callable, which is the author's, raised.
     """
-    return given() if callable(given) else given
+    if not callable(given):
+        return given
+    try:
+        return given()
+    except Exception as error:
+        LOG.warning("%s: its boundary failed", where, exc_info=error)
+        raise InvalidCheckpointState(
+            f"{where}: its boundary: {type(error).__name__}: {error}"
+        ) from error
 
 
 class Episodes:

@@ -454,7 +454,8 @@ given. A tuple, since thousands are noted in a row."""
 def _record(episode_id: EpisodeId, entry: EnvironmentRecord | str, boundary: object) -> Record:
     if not isinstance(entry, str):
         return make_record(episode_id, entry)
-    state = boundary_of(boundary)
-    kept = None if state is None else encode(state, f"episode {episode_id.capture_key}")
+    where = f"episode {episode_id.capture_key}"
+    state = boundary_of(boundary, where)
+    kept = None if state is None else encode(state, where)
     # An `EnvironmentRecord` that nobody looks at is not made: there are thousands.
     return Record(episode_id, pack_fields({"task_digest": entry, "boundary": kept}))

@@ -64,7 +64,9 @@ class InWork:
         due = list(self._works)
         for begin in range(0, len(due), WAKE_SLICE_TASKS):
             for work in due[begin : begin + WAKE_SLICE_TASKS]:
-                work.cancel()
+                # One that has ended meanwhile is being answered.
+                if work in self._works:
+                    work.cancel()
             await trio.lowlevel.checkpoint()
         with trio.move_on_after(DRAIN_S):
             while self._works:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
@@ -335,6 +337,23 @@ async def test_an_unreachable_server_is_an_error_not_an_absence(
         await discover(fleet.channel, [*SERVERS])
         fleet.channel.lost_requests = {("status", "agent"): 3}
         with pytest.raises(Failed, match="discovery failed at agent"):
+            await discover(fleet.channel, [*SERVERS])
+
+
+async def test_a_participant_of_an_unknown_kind_is_an_error_that_names_it(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """COORD-4: of a later release, perhaps; it must not pass for absence either."""
+    async with open_fleet() as fleet:
+        real = fleet.channel.call
+
+        async def call(server: str, *arguments: Any) -> object:
+            reply = await real(server, *arguments)
+            assert isinstance(reply, dict)
+            return {**reply, "kind": "judge"} if server == "agent" else reply
+
+        monkeypatch.setattr(fleet.channel, "call", call)
+        with pytest.raises(Failed, match="discovery failed at agent: kind: .*, got 'judge'"):
             await discover(fleet.channel, [*SERVERS])
 
 

@@ -70,7 +70,7 @@ def stepping(
 def exported(gated: Gated) -> object:
     live = gated.only()
     assert live.exportable
-    return boundary_of(live.last_boundary)
+    return boundary_of(live.last_boundary, "r")
 
 
 # -- boundaries -------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ async def test_what_is_exported_stays_as_it_was_at_export(autojump_clock: MockCl
         gated.only().retire()
         await wait_all_tasks_blocked()
         assert not gated.episodes.live
-        assert boundary_of(given) == "before"
+        assert boundary_of(given, "r") == "before"
 
 
 # -- wait steps -------------------------------------------------------------------------------

@@ -265,7 +265,7 @@ class Comparison:
             episode = live[name.capture_key]
             assert episode.state is model.expected_state()
             assert episode.exportable == (not model.blocks and not model.retired)
-            assert boundary_of(episode.last_boundary) == model.boundary
+            assert boundary_of(episode.last_boundary, "r") == model.boundary
             assert puppet.outcomes == []
         assert self.gated.episodes.blocking == sum(
             model.blocks or model.retired for model in self.models if model.state != "absent"

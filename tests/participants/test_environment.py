@@ -418,6 +418,35 @@ async def test_the_scope_given_is_the_scope_written(autojump_clock: MockClock) -
         assert len(archive.parts["d", "environment", "env"].records) == 1
 
 
+async def test_a_lazy_boundary_that_raises_fails_the_commit_by_name_and_nothing_else(
+    autojump_clock: MockClock,
+) -> None:
+    """STEP-2, CTL-13: it is the author's code; the server, its episodes and the next commit go on."""
+    archive = MemoryArchive()
+    broken = [True]
+
+    def state() -> object:
+        if broken[0]:
+            raise KeyError("no such thing")
+        return {"at": 1}
+
+    async def body(live: Episode) -> None:
+        await live.boundary(state)
+        await live.step(trio.sleep_forever, mode=StepMode.REPLAY, doing="x")
+
+    async with open_process(archive) as process:
+        await process.run(R0, body)
+        await process.plane.prepare("d")
+        with pytest.raises(
+            InvalidCheckpointState, match=r"^episode r: its boundary: KeyError: 'no such thing'$"
+        ):
+            await process.plane.commit("d")
+        assert archive.parts == {}
+        await process.plane.resume("d")
+        broken[0] = False
+        assert await checkpoint(process.plane, "e") == ("r",)
+
+
 async def test_a_record_is_packed_as_its_class_says(autojump_clock: MockClock) -> None:
     """STO-4: records of the thousand are packed without being made."""
     async with open_process(MemoryArchive()) as process:

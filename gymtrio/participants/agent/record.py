@@ -77,7 +77,7 @@ def _encoded(
     where = f"episode {session.episode_id}, session {session.key}"
     activation = None
     if running is not None:
-        at = boundary_of(boundary)
+        at = boundary_of(boundary, where)
         activation = ActivationRecord(
             index=running.index,
             request_digest=running.request_digest,

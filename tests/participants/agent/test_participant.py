@@ -189,6 +189,34 @@ def of(answers: list[object]) -> list[object]:
 # -- activations and prepare ------------------------------------------------------------------
 
 
+async def test_a_lazy_boundary_that_raises_fails_the_commit_by_name_and_nothing_else(
+    autojump_clock: MockClock,
+) -> None:
+    """STEP-2, CTL-13: it is the author's code; the server and its activations go on."""
+    archive = MemoryArchive()
+
+    def broken() -> object:
+        raise KeyError("no such thing")
+
+    async def work(live: Episode, index: int) -> dict[str, object]:
+        await live.boundary(broken)
+        await live.step(trio.sleep_forever, mode=StepMode.REPLAY, doing="awaiting the model")
+        raise AssertionError
+
+    async with open_process(archive) as process:
+        await process.seed()
+        answers = await process.activate(work)
+        await process.plane.prepare("d")
+        with pytest.raises(
+            InvalidCheckpointState,
+            match=r"^episode r, session s: its boundary: KeyError: 'no such thing'$",
+        ):
+            await process.plane.commit("d")
+        assert archive.parts == {}
+        await process.plane.resume("d")
+        assert answers == []
+
+
 async def test_a_running_activation_parks_at_its_next_boundary(autojump_clock: MockClock) -> None:
     """AGT-1: it blocks in a tool call, parks after it, and the record has that boundary."""
     archive = MemoryArchive()

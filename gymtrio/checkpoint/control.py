@@ -52,6 +52,7 @@ from gymtrio.errors import (
 from gymtrio.ids import CheckpointId
 from gymtrio.limits import READINESS_POLL_S
 from gymtrio.ports import HostRandomness, Randomness, WallClock
+from gymtrio.storage.publication import Publication
 from gymtrio.wire.control import (
     CommitReply,
     CommitRequest,
@@ -258,7 +259,9 @@ class Control:
         opened = self._require_open(request)
         self._renew(opened, deadline)
         return RenewReply(
-            lease_expires_at=self._on_wall(opened.lease_expires), incarnation=self.incarnation
+            lease_expires_at=self._on_wall(opened.lease_expires),
+            lease_s=opened.lease_expires - trio.current_time(),
+            incarnation=self.incarnation,
         )
 
     # -- commit -------------------------------------------------------------------------------
@@ -289,6 +292,8 @@ class Control:
                 blockers = self._participant.report().blockers
                 raise InvalidPhase("no longer ready: " + ", ".join(blockers))
             opened.arguments = arguments
+            # That of an earlier commit, which was refused before it began, may have ended.
+            opened.publication = Publication()
             opened.commit = Job.start(
                 self._nursery,
                 "commit",
@@ -491,8 +496,7 @@ class Control:
         deadline = self._deadline(request)
         self._check_not_awaiting("retire")
         self._participant.refuse(request.episode_ids)
-        jobs = [self._retirements.start(episode_id) for episode_id in request.episode_ids]
-        for job in jobs:
+        for job in await self._retirements.start(request.episode_ids).wait(deadline):
             await job.wait(deadline)
         return RetireReply(retired=tuple(e.capture_key for e in request.episode_ids))
 

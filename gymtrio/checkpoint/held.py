@@ -76,8 +76,9 @@ class HeldCheckpoint:
     async def prove_held(self, *, margin_s: float = 1.0) -> float:
         """Prove that every participant still holds, so that publishing is safe (HARD-2).
 
-        A lease counts from when the renewal was sent. Call it after the last commit reply; publish
-        while trio's clock is before the returned time.
+        A lease counts from when the renewal was sent, and lasts as long as the participant says that it
+        does: a deadline is wall clock time, and clocks of two hosts differ. Call it after the last
+        commit reply; publish while trio's clock is before the returned time.
 
         Returns:
             Until when the hold is proven, on trio's clock.
@@ -85,12 +86,14 @@ class HeldCheckpoint:
         Raises:
             LeaseNotProven: a participant let go or was replaced, or the answer came too late.
         """
-        proven_until = trio.current_time() + self._timeout_s - margin_s
+        sent_at = trio.current_time()
         try:
             replies = await self._controller.renew(self.checkpoint_id, timeout_s=self._timeout_s)
             check_unchanged("renew", self.prepared.incarnations, replies)
         except Failed as failed:
             raise LeaseNotProven(str(failed)) from failed
+        leases_s = [reply.lease_s for reply in replies.values() if reply.lease_s is not None]
+        proven_until = sent_at + min(self._timeout_s, *leases_s) - margin_s
         if trio.current_time() >= proven_until:
             raise LeaseNotProven(f"{self.checkpoint_id}: renewal was answered too late")
         return proven_until

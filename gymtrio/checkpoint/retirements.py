@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import chain
 
 import trio
 
@@ -10,6 +12,7 @@ from gymtrio.checkpoint.jobs import Job
 from gymtrio.checkpoint.opened import OpenCheckpoint
 from gymtrio.checkpoint.participant import Participant
 from gymtrio.ids import EpisodeId, RolloutId
+from gymtrio.limits import WAKE_SLICE_TASKS
 
 
 class Retirements:
@@ -29,19 +32,42 @@ class Retirements:
         self._nursery = nursery
         self._opened = opened
         self._jobs: dict[EpisodeId, Job[None]] = {}
+        self._starting: list[Sequence[EpisodeId]] = []
+        """What calls have named that are still being started."""
 
-    def start(self, episode_id: EpisodeId) -> Job[None]:
-        """Begin to retire an attempt that is refused already, or join what is under way."""
+    def start(self, episode_ids: Sequence[EpisodeId]) -> Job[list[Job[None]]]:
+        """Begin to retire attempts that are refused already, or join what is under way.
+
+        Returns:
+            The job that starts a job for each, thousands in slices of the loop (CTL-15).
+        """
+        self._starting.append(episode_ids)
+        name = f"begin to retire {len(episode_ids)} attempts"
+        return Job.start(self._nursery, name, partial(self._start_all, episode_ids))
+
+    async def _start_all(self, episode_ids: Sequence[EpisodeId]) -> list[Job[None]]:
+        jobs: list[Job[None]] = []
+        try:
+            for begin in range(0, len(episode_ids), WAKE_SLICE_TASKS):
+                jobs.extend(map(self._start, episode_ids[begin : begin + WAKE_SLICE_TASKS]))
+                await trio.lowlevel.checkpoint()
+        finally:
+            self._starting.remove(episode_ids)
+        return jobs
+
+    def _start(self, episode_id: EpisodeId) -> Job[None]:
         job = self._jobs.get(episode_id)
         if job is None:
-            job = Job.start(self._nursery, f"retire {episode_id}", lambda: self._retire(episode_id))
+            name = f"retire {episode_id}"
+            job = Job.start(self._nursery, name, partial(self._retire, episode_id))
             self._jobs[episode_id] = job
         return job
 
     def of(self, rollout_ids: Iterable[RolloutId]) -> list[EpisodeId]:
         """The attempts of these rollouts that are being retired."""
         named = frozenset(rollout_ids)
-        return [episode_id for episode_id in self._jobs if episode_id.rollout_id in named]
+        retiring = chain(self._jobs, *self._starting)
+        return [episode_id for episode_id in retiring if episode_id.rollout_id in named]
 
     async def _retire(self, episode_id: EpisodeId) -> None:
         try:

@@ -19,6 +19,7 @@ import trio
 
 from gymtrio.episodes.fences import Fences
 from gymtrio.episodes.signal import Signal
+from gymtrio.episodes.wakes import Wakes
 from gymtrio.errors import AdmissionClosed, Unavailable
 from gymtrio.ids import EpisodeId
 from gymtrio.limits import WAKE_SLICE_TASKS
@@ -36,7 +37,9 @@ class Admission:
         self._closed = closed
         # A dict for its order: first come, first served.
         self._waiters: dict[trio.lowlevel.Task, EpisodeId | None] = {}
-        self._opened = Signal()
+        self._changed = Signal()
+        self.wakes = Wakes(self._changed)
+        """Of everything that is refused at once: waiters here, and what the server itself stops."""
         self._ended: str | None = None
         self._untold = 0
         """Waiters that were there when it ended, and have not been woken since."""
@@ -56,7 +59,7 @@ class Admission:
     def open(self) -> None:
         """Open; `run` wakes the waiters in slices."""
         self._closed = False
-        self._opened.notify()
+        self._changed.notify()
 
     def end(self, why: str) -> None:
         """From now on refuse who would have to wait, and wake who waits already: the server stops.
@@ -65,10 +68,10 @@ class Admission:
         """
         self._ended = why
         self._untold = len(self._waiters)
-        self._opened.notify()
+        self._changed.notify()
 
     def refuse(self, episode_ids: Collection[EpisodeId]) -> None:
-        """Raise the fences and wake the waiters that they refuse."""
+        """Raise the fences, and have the waiters woken that they refuse."""
         for episode_id in episode_ids:
             self.fences.refuse(episode_id)
         self._wake_those_of(episode_ids)
@@ -84,7 +87,7 @@ class Admission:
         rollout_ids = {episode_id.rollout_id for episode_id in episode_ids}
         for task, episode_id in list(self._waiters.items()):
             if episode_id is not None and episode_id.rollout_id in rollout_ids:
-                self._wake(task)
+                self.wakes.add(partial(self._wake, task))
 
     async def enter(
         self, episode_id: EpisodeId | None, *, epoch: str | None = None, refuse: bool = False
@@ -120,19 +123,23 @@ class Admission:
             await self._park(None)
 
     async def run(self) -> None:
-        """Wake waiters in slices when the gate is open or has ended; belongs to the owner's nursery.
+        """Wake in slices who is refused, and waiters when the gate is open or has ended.
 
-        A batch of woken tasks runs whole before the loop looks at I/O again, so thousands at once
-        would stall it.
+        Belongs to the owner's nursery.
         """
         while True:
-            while self._waiters and (self._untold > 0 or not self._closed):
-                for task in list(islice(self._waiters, WAKE_SLICE_TASKS)):
-                    self._wake(task)
-                # Who parks again stands at the end of the line.
-                self._untold -= WAKE_SLICE_TASKS
+            while self.wakes or self._may_go_on():
+                self.wakes.make_some()
+                if self._may_go_on():
+                    for task in list(islice(self._waiters, WAKE_SLICE_TASKS)):
+                        self._wake(task)
+                    # Who parks again stands at the end of the line.
+                    self._untold -= WAKE_SLICE_TASKS
                 await trio.lowlevel.checkpoint()
-            await self._opened.wait()
+            await self._changed.wait()
+
+    def _may_go_on(self) -> bool:
+        return bool(self._waiters) and (self._untold > 0 or not self._closed)
 
     def _park(self, episode_id: EpisodeId | None) -> Awaitable[object]:
         task = trio.lowlevel.current_task()
@@ -145,5 +152,7 @@ class Admission:
         return trio.lowlevel.Abort.SUCCEEDED
 
     def _wake(self, task: trio.lowlevel.Task) -> None:
-        del self._waiters[task]
-        trio.lowlevel.reschedule(task)
+        """It looks again; whether it still waits is for this to see."""
+        if task in self._waiters:
+            del self._waiters[task]
+            trio.lowlevel.reschedule(task)

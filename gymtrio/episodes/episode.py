@@ -217,23 +217,32 @@ class Episode:
         """From here on a retire waits for the clean-up instead of cancelling it (STEP-7)."""
         self._enter(EpisodeState.FINISHING, "cleaning up")
 
-    def retire(self) -> None:
-        """Begin to stop it for good, see `stop`."""
-        self.stop(StaleAttempt(f"{self.episode_id} was retired"))
-
     def stop(self, why: Refusal) -> None:
         """Begin to stop; twice does not cancel twice. `ended` tells when it has stopped.
 
         Args:
             why: what its caller is told, whatever its body still returns.
         """
+        if self.refuse(why):
+            self.cancel()
+
+    def refuse(self, why: Refusal) -> bool:
+        """Decide that it stops: it blocks and is not heard from now on; `cancel` is to follow.
+
+        Returns:
+            Whether that was undecided.
+        """
         if self.stopping is not None:
-            return
+            return False
         self.stopping = why
         if not self.blocks:
             self.blocks = True
             self.since = self._owner.now()
             self._owner.recount(self)
+        return True
+
+    def cancel(self) -> None:
+        """Stop its body, but for a clean-up that has begun."""
         if self.state is not EpisodeState.FINISHING:
             self._scope.cancel()
 
@@ -420,6 +429,12 @@ class Episodes:
     def of(self, rollout_ids: Iterable[RolloutId]) -> list[EpisodeId]:
         """The live attempts of these rollouts."""
         return [episode_id for episode_id, _ in self._by_rollout.of(rollout_ids)]
+
+    def retire_up_to(self, episode_id: EpisodeId) -> None:
+        """Begin to stop this attempt and the earlier ones for good: from now on none is heard."""
+        for episode in self.up_to(episode_id):
+            if episode.refuse(StaleAttempt(f"{episode.episode_id} was retired")):
+                self.admission.wakes.add(episode.cancel)
 
     async def wait_up_to(self, episode_id: EpisodeId) -> None:
         """Wait until this attempt and the earlier ones have ended. Cancelled: they go on."""

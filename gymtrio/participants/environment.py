@@ -363,8 +363,7 @@ class EnvironmentParticipant(ParticipantBase):
     def refuse(self, episode_ids: Sequence[EpisodeId]) -> None:
         self.admission.refuse(episode_ids)
         for episode_id in episode_ids:
-            for episode in self.episodes.up_to(episode_id):
-                episode.retire()
+            self.episodes.retire_up_to(episode_id)
             self.restored.drop_up_to(episode_id)
             self.results.drop_up_to(episode_id)
 

@@ -60,6 +60,21 @@ def _check_scope(instance: object, attribute: attrs.Attribute[Any], value: objec
         )
 
 
+def _check_restorable(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    _check_scope(instance, attribute, value)
+    if not isinstance(value, tuple):
+        return
+    named: dict[RolloutId, EpisodeId] = {}
+    for episode_id in value:
+        other = named.setdefault(episode_id.rollout_id, episode_id)
+        if other != episode_id:
+            # The fence of the later one would refuse the replacement of the earlier one.
+            raise InvalidRequest(
+                f"{attribute.name}: {other} and {episode_id} are attempts of one rollout, of which "
+                "only one can be continued"
+            )
+
+
 def _check_named(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
     if value == ():
         raise InvalidRequest(f"{attribute.name}: at least one is required")
@@ -104,8 +119,8 @@ class RestoreRequest(ControlRequest):
     """Install the scope's episodes under their next attempts, all of it or nothing."""
 
     checkpoint_dir: str
-    episode_ids: tuple[EpisodeId, ...] = attrs.field(validator=_check_scope)
-    """The attempts as they were checkpointed."""
+    episode_ids: tuple[EpisodeId, ...] = attrs.field(validator=_check_restorable)
+    """The attempts as they were checkpointed, of each rollout one."""
     execution_epoch: str | None = attrs.field(default=None, validator=_check_safe_id)
     """Tells the replacement attempts apart from those of another restore of the same checkpoint; the
     same for every participant, never used twice (HARD-11). None: they are not told apart."""
@@ -204,6 +219,9 @@ class PrepareReply:
 @attrs.frozen(kw_only=True)
 class RenewReply:
     lease_expires_at: float
+    """On the server's wall clock."""
+    lease_s: float | None = None
+    """How long the lease lasts from now, whatever the wall clocks say; None: an older server."""
     incarnation: str | None = None
     """Which process answers, see `StatusReply.incarnation`."""
 

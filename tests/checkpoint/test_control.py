@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 import trio
@@ -21,6 +22,9 @@ from gymtrio.errors import (
     StaleAttempt,
     StaleCheckpoint,
 )
+from gymtrio.limits import WAKE_SLICE_TASKS
+from gymtrio.storage.publication import Publication
+from tests.helpers.halting_disk import loop_meter
 from tests.helpers.memory_archive import MemoryArchive
 from tests.helpers.plane import GRACE_S, episode, open_plane
 
@@ -65,6 +69,27 @@ async def test_a_blocked_prepare_answers_preparing_and_may_ask_again(
         assert plane.participant.admission.closed
         plane.participant.finish(R0, "n")
         assert (await plane.prepare()).phase == "prepared"
+
+
+async def test_blockers_are_listed_once_for_a_reply_however_many_park(
+    autojump_clock: MockClock,
+) -> None:
+    """STEP-6: a prepare looks again at each change; listing what blocks each time is quadratic."""
+    async with open_plane() as plane, trio.open_nursery() as nursery:
+        blockers = [episode(f"r{number}") for number in range(20)]
+        plane.participant.running.update(blockers)
+
+        async def park_each_second() -> None:
+            for blocker in blockers:
+                await trio.sleep(1)
+                plane.participant.finish(blocker, "n")
+
+        nursery.start_soon(park_each_second)
+        reply = await plane.prepare(timeout_s=9.5)
+        assert (reply.phase, reply.report.blocker_count) == ("preparing", 11)
+        assert plane.participant.reports == 1
+        assert (await plane.prepare(timeout_s=60)).phase == "prepared"
+        assert plane.participant.reports == 2
 
 
 async def test_a_prepare_becomes_ready_as_soon_as_the_blocker_parks(
@@ -345,6 +370,45 @@ async def test_a_directory_that_is_refused_may_be_corrected(autojump_clock: Mock
             await plane.commit(directory="../x")
         plane.archive.failure = None
         assert (await plane.commit(directory="x")).phase == "committed"
+
+
+async def test_a_commit_after_one_that_was_refused_is_aborted_like_any_other(
+    autojump_clock: MockClock,
+) -> None:
+    """CTL-10: whatever the first one did with its publication; it is not the second one's."""
+
+    class Refusing(MemoryArchive):
+        async def write(
+            self, checkpoint_dir: str, *, publication: Publication, **others: Any
+        ) -> dict[str, object]:
+            if checkpoint_dir == "refused":
+                publication.end()
+                raise DirectoryRefused("by a worker")
+            return await super().write(checkpoint_dir, publication=publication, **others)
+
+    async with open_plane(archive=Refusing()) as plane, trio.open_nursery() as nursery:
+        await plane.prepare()
+        with pytest.raises(DirectoryRefused):
+            await plane.commit(directory="refused")
+        plane.archive.publishing.shut()
+        committing = await begin(nursery, lambda: plane.commit(directory="x"))
+        resuming = await begin(nursery, plane.resume)
+        assert committing == resuming == [], "what has begun to be published is waited for"
+        plane.archive.publishing.let_go()
+        await wait_all_tasks_blocked()
+        assert len(resuming) == 1
+        assert len(plane.archive.parts) == 1
+
+
+async def test_a_restore_of_two_attempts_of_one_rollout_is_refused(
+    autojump_clock: MockClock,
+) -> None:
+    """CTL-14: the fence of the later one would refuse the replacement of the earlier one."""
+    async with open_plane(archive=await committed("r0")) as plane:
+        with pytest.raises(InvalidRequest, match="r0 and r0-a1 are attempts of one rollout"):
+            await plane.restore(R0, episode("r0", 1))
+        assert plane.phase == "idle"
+        assert not plane.participant.admission.closed
 
 
 async def test_a_failed_write_stays_failed_for_that_checkpoint(autojump_clock: MockClock) -> None:
@@ -638,6 +702,31 @@ async def test_retire_answers_when_everything_has_stopped(autojump_clock: MockCl
         await wait_all_tasks_blocked()
         assert len(first) == len(second) == 1
         assert plane.participant.cancels == [R0]
+
+
+async def test_a_retire_of_thousands_lets_the_loop_turn(autojump_clock: MockClock) -> None:
+    """CTL-5, CTL-15: all are refused in its first turn; cancelled, it goes on."""
+    thousands = [episode(f"r{number}") for number in range(30 * WAKE_SLICE_TASKS)]
+    async with open_plane() as plane, trio.open_nursery() as nursery:
+        plane.participant.running.update(thousands)
+        leaving = trio.CancelScope()
+
+        async def retire() -> None:
+            with leaving:
+                await plane.retire(*thousands)
+
+        with loop_meter() as meter:
+            nursery.start_soon(retire)
+            while not plane.participant.stopping:
+                await trio.lowlevel.checkpoint()
+            assert plane.participant.stopping == set(thousands)
+            with pytest.raises(RetireIncomplete, match="r0, r1, r10"):
+                await plane.forget(*(e.rollout_id for e in thousands))
+            leaving.cancel()
+            await wait_all_tasks_blocked()
+        assert plane.participant.stopping == plane.participant.running == set()
+        assert meter.steps_most <= 2 * WAKE_SLICE_TASKS
+        await plane.forget(*(e.rollout_id for e in thousands))
 
 
 async def test_a_retire_cut_short_blocks_the_next_prepare_until_it_ends(

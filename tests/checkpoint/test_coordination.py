@@ -10,7 +10,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from gymtrio.checkpoint.coordination import _restore_hold, open_coordination
 from gymtrio.checkpoint.members import Failed, LeaseNotProven, NoPolicyModel, NotPrepared
-from gymtrio.errors import InvalidCheckpointState
+from gymtrio.errors import InvalidCheckpointState, PeerRefused
 from gymtrio.ids import CheckpointId, RolloutId
 from gymtrio.ports import HostRandomness
 from tests.helpers.clocks import FollowingClock
@@ -89,6 +89,31 @@ async def test_the_body_failing_or_being_cancelled_resumes(autojump_clock: MockC
                 await trio.sleep_forever()
         assert fleet.closed() == set()
         assert len(fleet.channel.order("resume")) == 8
+
+
+@pytest.mark.parametrize("at", SERVERS)
+async def test_a_cancellation_during_the_last_resume_does_not_cut_it_short(
+    at: str, autojump_clock: MockClock
+) -> None:
+    """COORD-1: on every exit, also one that was good until then; nobody is left closed."""
+    async with open_fleet() as fleet, trio.open_nursery() as nursery:
+        door = fleet.channel.doors["resume", at] = Door()
+        door.shut()
+        leaving = trio.CancelScope()
+
+        async def cancel_at_the_door() -> None:
+            await door.reached.wait()
+            leaving.cancel()
+            await wait_all_tasks_blocked()
+            door.let_go()
+
+        nursery.start_soon(cancel_at_the_door)
+        with leaving:
+            async with fleet.controller.checkpoint(C1, "d", timeout_s=30) as held:
+                await held.commit([R0])
+        assert leaving.cancel_called
+        assert fleet.channel.order("resume") == ["tools", "agent", "policy", "env"]
+        assert fleet.closed() == set()
 
 
 async def test_leases_are_renewed_in_the_background(autojump_clock: MockClock) -> None:
@@ -310,6 +335,38 @@ async def test_a_hold_is_proven_by_a_renewal_sent_after_the_last_commit(
                 await held.prove_held()
 
 
+@pytest.mark.parametrize(("answered_after_s", "margin_s"), [(29.5, 1), (30.5, 0)])
+async def test_a_renewal_that_is_answered_too_late_proves_nothing(
+    answered_after_s: float, margin_s: float, autojump_clock: MockClock
+) -> None:
+    """HARD-2: everybody holds and says so, but until when was said is over, or too near."""
+    async with open_fleet() as fleet:
+        async with fleet.controller.checkpoint(C1, "d", timeout_s=30, renew_every_s=10**6) as held:
+            await held.commit([R0])
+            fleet.channel.slow_replies_s["renew", "env"] = answered_after_s
+            with pytest.raises(LeaseNotProven):
+                await held.prove_held(margin_s=margin_s)
+            fleet.channel.slow_replies_s["renew", "env"] = 28.5
+            assert await held.prove_held() > trio.current_time()
+
+
+async def test_a_hold_is_proven_for_no_longer_than_the_shortest_lease(
+    autojump_clock: MockClock,
+) -> None:
+    """HARD-2: a host whose clock is ahead takes every deadline for nearer than it is."""
+    async with open_fleet(ahead_s={"agent": 2_500}) as fleet:
+        async with fleet.controller.checkpoint(
+            C1, "d", timeout_s=3_000, renew_every_s=10**6
+        ) as held:
+            await held.commit([R0])
+            until = await held.prove_held()
+            assert until - trio.current_time() == pytest.approx(500 + GRACE_S - 1)
+            await trio.sleep_until(until)
+            assert fleet.phases()["agent"] == "committed"
+            await trio.sleep(1)
+            assert fleet.phases()["agent"] == "idle"
+
+
 # -- discovery --------------------------------------------------------------------------------
 
 
@@ -326,6 +383,17 @@ async def test_discovery_asks_everyone_and_orders_by_kind(autojump_clock: MockCl
         fleet.channel.absent = {"judge"}
         found = await discover(fleet.channel, ["tools", "judge", "agent", "policy", "env"])
         assert found == ["env", "policy", "agent", "tools"]
+
+
+@pytest.mark.parametrize("status", [401, 403, 405, 422, 500])
+async def test_a_server_that_refuses_to_say_is_an_error_not_an_absence(
+    status: int, autojump_clock: MockClock
+) -> None:
+    """COORD-4: of a wrong token, say; a checkpoint without that server would look whole."""
+    async with open_fleet() as fleet:
+        fleet.channel.refusals["status", "agent"] = PeerRefused("agent", status, None, "no")
+        with pytest.raises(Failed, match=f"discovery failed at agent: agent answered {status}"):
+            await discover(fleet.channel, [*SERVERS])
 
 
 async def test_an_unreachable_server_is_an_error_not_an_absence(

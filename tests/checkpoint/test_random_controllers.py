@@ -188,6 +188,9 @@ WRITTEN_OUT: Final[dict[str, list[Step]]] = {
     "a retire of what is being installed and stopped": in_turn(
         Shut("installing"), RESTORE, ask("retire", R1), [LetGo("installing"), ask("resume")]
     ),
+    "a prepare asked again in the instant in which what parked is retired": in_turn(
+        Arrive(R0), Work("park", R0), ask("prepare"), [Again(0), ask("retire", R0)], ask("commit")
+    ),
     "a forget while the retirement is being cleaned up": in_turn(
         Arrive(R0),
         Work("park", R0),

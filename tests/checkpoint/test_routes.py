@@ -52,7 +52,11 @@ async def test_the_whole_cycle_by_its_fixed_names(autojump_clock: MockClock) -> 
         assert prepared["report"]["ready"] is True
         renewed = await (await served.post("renew")).get_json()
         lease = pytest.approx(served.plane.clock.now_s() + 610)
-        assert renewed == {"lease_expires_at": lease, "incarnation": prepared["incarnation"]}
+        assert renewed == {
+            "lease_expires_at": lease,
+            "lease_s": pytest.approx(610),
+            "incarnation": prepared["incarnation"],
+        }
         scope = [{"rollout_id": "r0", "attempt": 0}]
         committed = await (
             await served.post("commit", checkpoint_dir="d", episode_ids=scope)

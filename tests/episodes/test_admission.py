@@ -11,6 +11,7 @@ from gymtrio.errors import AdmissionClosed, StaleAttempt, Unavailable
 from gymtrio.ids import EpisodeId, RolloutId
 from gymtrio.limits import WAKE_SLICE_TASKS
 from tests.helpers.gated import begin, open_gated
+from tests.helpers.halting_disk import loop_meter
 
 
 def episode(name: str, attempt: int = 0) -> EpisodeId:
@@ -136,6 +137,35 @@ async def test_thousands_are_woken_in_slices_in_their_order(autojump_clock: Mock
         assert most <= 2 * WAKE_SLICE_TASKS
         order = [number // WAKE_SLICE_TASKS for number in through]
         assert order == sorted(order)
+
+
+async def test_thousands_who_are_refused_are_woken_in_slices(autojump_clock: MockClock) -> None:
+    """CTL-15: and who left meanwhile, or came through the gate, is left alone."""
+    count = 3 * WAKE_SLICE_TASKS
+    async with open_gated() as gated:
+        gated.close()
+        told: list[type[BaseException]] = []
+        leaving = trio.CancelScope()
+
+        async def enter(number: int) -> None:
+            with leaving if number == count - 1 else trio.CancelScope():
+                try:
+                    await gated.admission.enter(episode(f"r{number}"))
+                except StaleAttempt as error:
+                    told.append(type(error))
+
+        for number in range(count):
+            gated.nursery.start_soon(enter, number)
+            await wait_all_tasks_blocked()
+        with loop_meter() as meter:
+            gated.admission.refuse([episode(f"r{number}") for number in range(count)])
+            leaving.cancel()
+            gated.open()
+            await wait_all_tasks_blocked()
+        assert len(told) == count - 1
+        assert gated.admission.waiting == 0
+        # Refusing and opening each wake a slice, and three tasks more run here.
+        assert meter.steps_most <= 2 * WAKE_SLICE_TASKS + 5
 
 
 async def test_opening_between_two_slices_wakes_the_rest(autojump_clock: MockClock) -> None:

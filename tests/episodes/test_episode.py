@@ -18,7 +18,9 @@ from gymtrio.episodes.episode import (
 )
 from gymtrio.errors import CheckpointConflict, SessionConflict, StaleAttempt, TransportError
 from gymtrio.ids import EpisodeId, RolloutId
+from gymtrio.limits import WAKE_SLICE_TASKS
 from tests.helpers.gated import Gated, open_gated
+from tests.helpers.halting_disk import loop_meter
 
 
 def episode(name: str = "r", attempt: int = 0) -> EpisodeId:
@@ -155,7 +157,7 @@ async def test_what_is_exported_stays_as_it_was_at_export(autojump_clock: MockCl
         gated.close()
         await gated.start(R, stepping(Held(), StepMode.REPLAY))
         given = gated.only().last_boundary
-        gated.only().retire()
+        gated.episodes.retire_up_to(R)
         await wait_all_tasks_blocked()
         assert not gated.episodes.live
         assert boundary_of(given, "r") == "before"
@@ -494,14 +496,66 @@ async def test_retiring_cancels_the_episode_and_its_end_is_proof(
         work = Held()
         answers = await gated.start(R, stepping(work, mode))
         live = gated.only()
-        live.retire()
-        live.retire()
+        gated.episodes.retire_up_to(R)
+        gated.episodes.retire_up_to(R)
         assert gated.episodes.blocking == 1
         await live.ended.wait()
         assert work.cancelled == 1
         assert gated.episodes.blocking == 0
         await wait_all_tasks_blocked()
         assert [type(answer) for answer in answers] == [StaleAttempt]
+
+
+async def test_an_episode_that_ends_in_the_instant_of_its_retirement_is_not_heard(
+    autojump_clock: MockClock,
+) -> None:
+    """CTL-5, I10: it is decided in that instant, whenever its turn to be cancelled comes."""
+    async with open_gated() as gated:
+        go = trio.Event()
+
+        async def body(live: Episode) -> str:
+            await go.wait()
+            return "a result"
+
+        answers = await gated.start(R, body)
+        go.set()
+        gated.episodes.retire_up_to(R)
+        await wait_all_tasks_blocked()
+        assert [type(answer) for answer in answers] == [StaleAttempt]
+
+
+async def test_thousands_are_retired_in_one_instant_and_cancelled_in_slices(
+    autojump_clock: MockClock,
+) -> None:
+    """CTL-5, CTL-15: all block at once; the loop turns while they stop."""
+    count = 20 * WAKE_SLICE_TASKS
+    names = [episode(f"r{number}") for number in range(count)]
+    async with open_gated() as gated:
+
+        async def body(live: Episode) -> None:
+            await live.boundary("here")
+
+        gated.close()
+        ended: list[object] = []
+
+        async def run(name: EpisodeId) -> None:
+            try:
+                await gated.episodes.run(name, body)
+            except StaleAttempt as error:
+                ended.append(error)
+
+        for name in names:
+            gated.nursery.start_soon(run, name)
+        await wait_all_tasks_blocked()
+        with loop_meter() as meter:
+            for name in names:
+                gated.episodes.retire_up_to(name)
+            assert gated.episodes.blocking == count
+            gated.open()
+            await wait_all_tasks_blocked()
+        assert len(ended) == count
+        # Those that the opening wakes run as well, and each takes a turn or two to end.
+        assert meter.steps_most <= 5 * WAKE_SLICE_TASKS
 
 
 async def test_a_retired_episode_blocks_until_it_has_stopped(autojump_clock: MockClock) -> None:
@@ -520,7 +574,7 @@ async def test_a_retired_episode_blocks_until_it_has_stopped(autojump_clock: Moc
         assert gated.episodes.blocking == 0
         await trio.sleep(60)
         live = gated.only()
-        live.retire()
+        gated.episodes.retire_up_to(R)
         await trio.sleep(2)
         assert gated.episodes.blocking == 1
         assert not live.exportable
@@ -529,6 +583,36 @@ async def test_a_retired_episode_blocks_until_it_has_stopped(autojump_clock: Moc
         assert report.details[0].doing == "stopping, at a boundary"
         assert report.details[0].since_s == 2, "it did not block while it was parked"
         await gated.episodes.wait_up_to(R)
+        assert gated.episodes.blocking == 0
+
+
+@pytest.mark.parametrize("comes_to", [EpisodeState.PARKED, EpisodeState.REPLAY_STEP])
+async def test_a_stopped_episode_blocks_whatever_it_still_comes_to(
+    autojump_clock: MockClock, comes_to: EpisodeState
+) -> None:
+    """CTL-12, STEP-1: until it has ended; where it parks on its way out it is not to be continued."""
+    async with open_gated() as gated:
+
+        async def body(live: Episode) -> None:
+            try:
+                await live.boundary("before")
+                await trio.sleep_forever()
+            finally:
+                with trio.CancelScope(shield=True, deadline=trio.current_time() + 5):
+                    if comes_to is EpisodeState.PARKED:
+                        await live.boundary("on the way out")
+                    else:
+                        await live.step(Held(), mode=StepMode.REPLAY, doing="the way out")
+
+        await gated.start(R, body)
+        gated.close()
+        live = gated.only()
+        live.stop(SessionConflict("closed"))
+        await trio.sleep(4)
+        assert live.state is comes_to
+        assert gated.episodes.blocking == 1
+        assert not live.exportable
+        await live.ended.wait()
         assert gated.episodes.blocking == 0
 
 
@@ -546,7 +630,7 @@ async def test_from_finishing_on_a_retire_waits_and_the_result_is_not_heard(
             return "too late"
 
         answers = await gated.start(R, body)
-        gated.only().retire()
+        gated.episodes.retire_up_to(R)
         await gated.episodes.wait_up_to(R)
         await wait_all_tasks_blocked()
         assert cleaned == [pytest.approx(3)]
@@ -559,7 +643,7 @@ async def test_stopping_says_why(autojump_clock: MockClock) -> None:
         answers = await gated.start(R, stepping(Held(), StepMode.REPLAY))
         live = gated.only()
         live.stop(SessionConflict("closed"))
-        live.retire()
+        gated.episodes.retire_up_to(R)
         await live.ended.wait()
         await wait_all_tasks_blocked()
         assert [str(answer) for answer in answers] == ["closed"]

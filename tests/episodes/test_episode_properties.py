@@ -202,8 +202,7 @@ class Comparison:
                 puppet.tell(event)
                 self._gone(model, "stale")
         elif event == "retire":
-            (live,) = self.gated.episodes.up_to(NAMES[index])
-            live.retire()
+            self.gated.episodes.retire_up_to(NAMES[index])
             model.retired = True
             if model.state != "finishing":
                 self._gone(model, "stale")

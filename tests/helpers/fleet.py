@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 import trio
@@ -47,7 +47,8 @@ class FleetChannel:
         """(operation, server) to how many of the next ones never arrive."""
         self.lost_replies: dict[tuple[str, str], int] = {}
         self.slow_replies_s: dict[tuple[str, str], float] = {}
-        self.refusals: dict[tuple[str, str], Refusal] = {}
+        self.refusals: dict[tuple[str, str], Refusal | PeerRefused] = {}
+        """What is answered instead; `PeerRefused` by something that is no control plane of ours."""
         self.stands_still = False
         """The controller's process does; it notices a deadline only once it runs again."""
         self.absent: set[str] = set()
@@ -151,16 +152,25 @@ async def _process(
 
 @asynccontextmanager
 async def open_fleet(
-    *, archive: MemoryArchive | None = None, recover: bool = False
+    *,
+    archive: MemoryArchive | None = None,
+    recover: bool = False,
+    ahead_s: Mapping[str, float] | None = None,
 ) -> AsyncIterator[Fleet]:
-    """Run the four control planes and a controller for as long as the block runs."""
+    """Run the four control planes and a controller for as long as the block runs.
+
+    Args:
+        ahead_s: by server, how far the wall clock of its host is ahead of all others.
+    """
     channel = FleetChannel()
     archive = archive or MemoryArchive()
     clock = FollowingClock()
     participants = {name: ScriptedParticipant(name, kind=kind) for name, kind in SERVERS.items()}
     async with open_background() as processes:
-        for participant in participants.values():
-            await processes.start(_process, channel, participant, archive, clock, recover)
+        for name, participant in participants.items():
+            of_host = FollowingClock()
+            of_host.jump((ahead_s or {}).get(name, 0.0))
+            await processes.start(_process, channel, participant, archive, of_host, recover)
         async with open_coordination(
             [*SERVERS], channel, wall_clock=clock, randomness=HostRandomness()
         ) as controller:

@@ -71,13 +71,20 @@ class HaltingDisk:
 
 
 class LoopMeter(trio.abc.Instrument):
-    """Counts how often the loop has turned."""
+    """Counts how often the loop has turned, and how many tasks ran in its fullest turn."""
 
     def __init__(self) -> None:
         self.passes = 0
+        self.steps_most = 0
+        self._steps = 0
 
     def before_io_wait(self, timeout: float) -> None:
         self.passes += 1
+        self._steps = 0
+
+    def after_task_step(self, task: trio.lowlevel.Task) -> None:
+        self._steps += 1
+        self.steps_most = max(self.steps_most, self._steps)
 
 
 @contextmanager

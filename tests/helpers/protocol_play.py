@@ -6,7 +6,7 @@ import copy
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from typing import Any, Final, TypeAlias
 
@@ -16,7 +16,15 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from gymtrio.wire.control import REQUESTS
 from tests.helpers.protocol_invariants import Invariants
-from tests.helpers.protocol_model import ABORTED, DOORS, Answer, Attempt, Call, ProtocolModel
+from tests.helpers.protocol_model import (
+    ABORTED,
+    DOORS,
+    Answer,
+    Attempt,
+    Call,
+    ProtocolModel,
+    key,
+)
 from tests.helpers.protocol_plans import (
     Action,
     Again,
@@ -114,6 +122,9 @@ class Controllers:
             checkpoint_id = f"{ask.who}{number}"
             self._made[ask.who] += ask.operation == "resume" and ask.which == "mine"
         scope = tuple(dict.fromkeys(ask.attempts))
+        if ask.operation == "restore":
+            # Of each rollout one; a message that names more is none.
+            scope = tuple(dict(reversed(scope)).items())
         return Call(
             operation=ask.operation,
             checkpoint_id=checkpoint_id,
@@ -198,9 +209,13 @@ def outcomes(model: ProtocolModel, deeds: list[Deed]) -> Iterator[ProtocolModel]
 
 
 def differences(
-    expected: dict[str, Any], found: dict[str, Any], *, at_once: bool
+    expected: dict[str, Any], found: dict[str, Any], *, deeds: Sequence[Deed]
 ) -> dict[str, object]:
-    """By part of the view: what the model says, and what was seen."""
+    """By part of the view: what the model says, and what was seen.
+
+    Args:
+        deeds: of the moment that has passed.
+    """
     differing: dict[str, object] = {
         name: (value, found[name])
         for name, value in expected.items()
@@ -209,18 +224,28 @@ def differences(
     expected_answers, found_answers = expected["answers"], found["answers"]
     for number in sorted(expected_answers.keys() | found_answers.keys()):
         said, heard = expected_answers.get(number), found_answers.get(number)
-        if not _same_answer(said, heard, at_once=at_once):
+        if not _same_answer(said, heard, deeds):
             differing[f"answer {number}"] = (said, heard)
     return differing
 
 
-def _same_answer(said: Answer | None, heard: Answer | None, *, at_once: bool) -> bool:
+def _same_answer(said: Answer | None, heard: Answer | None, deeds: Sequence[Deed]) -> bool:
     if said == ABORTED:
         return isinstance(heard, str) and heard != "left"
-    if at_once and isinstance(said, tuple) and isinstance(heard, tuple) and said[0] == "idle":
-        # Two resumes of the same moment: the second may still find open what the first ends.
-        return heard[0] == "idle"
+    if len(deeds) > 1 and isinstance(said, tuple) and isinstance(heard, tuple):
+        if said[0] == "idle":
+            # Two resumes of the same moment: the second may still find open what the first ends.
+            return heard[0] == "idle"
+        if said == (heard[0], ()) and said[0] in ("prepared", "committed"):
+            # A prepare asked again reports what a retire of the same moment is stopping.
+            return isinstance(heard[1], tuple) and _retired_in(deeds).issuperset(heard[1])
     return said == heard
+
+
+def _retired_in(deeds: Sequence[Deed]) -> set[str]:
+    calls = [deed.call for deed in deeds if deed.call is not None]
+    retires = [call for call in calls if call.operation == "retire"]
+    return {key(attempt) for call in retires for attempt in call.scope or ()}
 
 
 class Play:
@@ -251,7 +276,7 @@ class Play:
         await self.run.sleep_until(self.now)
         await wait_all_tasks_blocked()
         self.model.advance_to(self.now)
-        self.compare([self.model], f"at {self.now} s", at_once=False)
+        self.compare([self.model], f"at {self.now} s", [])
         if opened is not None and self.model.opened is not opened:
             HAPPENED[f"lease expired while {situation}"] += 1
 
@@ -262,18 +287,18 @@ class Play:
             deed.on(self.run)
         await wait_all_tasks_blocked()
         when = f"at {self.now} s, after {actions}"
-        self.compare(outcomes(self.model, deeds), when, at_once=len(deeds) > 1)
+        self.compare(outcomes(self.model, deeds), when, deeds)
         if len(deeds) == 1 and deeds[0].call is not None:
             self.invariants.refusals_change_nothing(before)
             HAPPENED[f"{deeds[0].call.operation} while {situation}"] += 1
         elif len(deeds) > 1:
             HAPPENED[f"several at once while {situation}"] += 1
 
-    def compare(self, possible: Iterable[ProtocolModel], when: str, *, at_once: bool) -> None:
+    def compare(self, possible: Iterable[ProtocolModel], when: str, deeds: Sequence[Deed]) -> None:
         found = self.run.view()
         told: list[str] = []
         for model in possible:
-            differing = differences(model.view(), found, at_once=at_once)
+            differing = differences(model.view(), found, deeds=deeds)
             if not differing:
                 self.model = model
                 for number, heard in self.run.answers.items():

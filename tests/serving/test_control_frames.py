@@ -115,7 +115,7 @@ def story(plane: Plane) -> list[tuple[str, ControlRequest | None]]:
 
 def comparable(plain: Any) -> Any:
     """Without what differs between two lives of the same server."""
-    times = {"incarnation", "lease_expires_at"}
+    times = {"incarnation", "lease_expires_at", "lease_s"}
     return {key: value for key, value in plain.items() if key not in times}
 
 

@@ -286,8 +286,7 @@ class AgentSessions:
             if not session.retired:
                 session.retired = True
                 self.retired += 1
-        for episode in self.episodes.up_to(episode_id):
-            episode.retire()
+        self.episodes.retire_up_to(episode_id)
 
     async def retire(self, episode_id: EpisodeId) -> None:
         """Wait until nothing of this attempt and the earlier ones runs, and free their sessions.

@@ -292,4 +292,5 @@ class PolicyGate:
         self.admission.refuse(episode_ids)
         for episode_id in episode_ids:
             for ticket in self.tickets.up_to(episode_id):
-                self.tickets.retire(ticket)
+                if self.tickets.retire(ticket):
+                    self.admission.wakes.add(ticket.scope.cancel)

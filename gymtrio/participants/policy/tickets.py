@@ -152,12 +152,17 @@ class Tickets:
         self.leaving += 1
         self._blocking[ticket] = None
 
-    def retire(self, ticket: Ticket) -> None:
-        """Begin to stop it; twice does not cancel twice. `ended` tells when it has stopped."""
-        if not ticket.retired:
-            ticket.retired = True
-            self._blocking[ticket] = None
-            ticket.scope.cancel()
+    def retire(self, ticket: Ticket) -> bool:
+        """Decide that it stops: no reply leaves from now on; cancelling its scope is to follow.
+
+        Returns:
+            Whether that was undecided. `ended` tells when it has stopped.
+        """
+        if ticket.retired:
+            return False
+        ticket.retired = True
+        self._blocking[ticket] = None
+        return True
 
     def end(self, ticket: Ticket) -> None:
         """Nothing of the call is left."""

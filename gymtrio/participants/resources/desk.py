@@ -238,8 +238,10 @@ class Desk:
     def refuse(self, episode_id: EpisodeId) -> None:
         """Begin to stop what works for this attempt and the earlier ones, their closes apart."""
         for ticket in self.tickets.up_to(episode_id):
-            if ticket.kind is not RequestKind.CLOSE:
-                ticket.stop(StaleAttempt(f"{ticket.episode_id} was retired"))
+            if ticket.kind is not RequestKind.CLOSE and ticket.refuse(
+                StaleAttempt(f"{ticket.episode_id} was retired")
+            ):
+                self._admission.wakes.add(ticket.scope.cancel)
 
     async def wait_worked(self, episode_id: EpisodeId) -> None:
         """Wait until nothing works for this attempt and the earlier ones."""

@@ -61,9 +61,19 @@ class Ticket:
 
     def stop(self, refusal: Refusal) -> None:
         """Cancel the work and answer its caller so; the first reason stands."""
-        if self.refusal is None and not self.replying:
-            self.refusal = refusal
+        if self.refuse(refusal):
             self.scope.cancel()
+
+    def refuse(self, refusal: Refusal) -> bool:
+        """Decide what its caller is answered; cancelling its scope is to follow.
+
+        Returns:
+            Whether that was undecided.
+        """
+        if self.refusal is not None or self.replying:
+            return False
+        self.refusal = refusal
+        return True
 
 
 class Tickets:

@@ -10,6 +10,7 @@ from gymtrio.capture.replies import Route
 from gymtrio.errors import (
     InvalidCheckpointState,
     InvalidPhase,
+    InvalidRequest,
     RetireIncomplete,
     StaleAttempt,
 )
@@ -282,7 +283,9 @@ async def test_a_second_restore_over_unclaimed_state_is_refused(autojump_clock: 
         await policy.restore(R, name="x2")
 
 
-async def test_of_two_attempts_in_a_scope_the_later_one_continues(autojump_clock: object) -> None:
+async def test_of_two_attempts_in_a_checkpoint_the_later_one_continues(
+    autojump_clock: object,
+) -> None:
     """ID-3, I11: the replacement of the earlier is the attempt that the later one supersedes."""
     world = World()
     async with open_policy(world) as policy:
@@ -292,7 +295,9 @@ async def test_of_two_attempts_in_a_scope_the_later_one_continues(autojump_clock
         live.emit(3)
         await policy.checkpoint(R, R1)
     async with open_policy(world) as policy:
-        await policy.restore(R, R1)
+        with pytest.raises(InvalidRequest, match="r and r-a1 are attempts of one rollout"):
+            await policy.restore(R, R1)
+        await policy.restore(R1)
         assert policy.restored_cuts == []
         await policy.resume("x1")
         await policy.prepare()

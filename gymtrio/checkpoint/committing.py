@@ -38,7 +38,7 @@ async def commit_once(
     try:
         export = await participant.export(scope)
     except GymtrioError:
-        opened.commit = opened.arguments = None
+        opened.nothing_begun()
         raise
     try:
         manifest = await archive.write(
@@ -50,7 +50,7 @@ async def commit_once(
             publication=opened.publication,
         )
     except DirectoryRefused:
-        opened.commit = opened.arguments = None
+        opened.nothing_begun()
         raise
     except CheckpointError as error:
         opened.failed = error

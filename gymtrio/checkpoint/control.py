@@ -52,7 +52,6 @@ from gymtrio.errors import (
 from gymtrio.ids import CheckpointId
 from gymtrio.limits import READINESS_POLL_S
 from gymtrio.ports import HostRandomness, Randomness, WallClock
-from gymtrio.storage.publication import Publication
 from gymtrio.wire.control import (
     CommitReply,
     CommitRequest,
@@ -292,8 +291,6 @@ class Control:
                 blockers = self._participant.report().blockers
                 raise InvalidPhase("no longer ready: " + ", ".join(blockers))
             opened.arguments = arguments
-            # That of an earlier commit, which was refused before it began, may have ended.
-            opened.publication = Publication()
             opened.commit = Job.start(
                 self._nursery,
                 "commit",

@@ -105,6 +105,11 @@ class OpenCheckpoint:
                 f"{self.checkpoint_id} was begun with another directory, scope or epoch"
             )
 
+    def nothing_begun(self) -> None:
+        """A commit was refused before it began: a later one may ask again, with other arguments."""
+        self.commit = self.arguments = None
+        self.publication = Publication()
+
     def renew(self, lease_expires: float) -> None:
         self.lease_expires = max(self.lease_expires, lease_expires)
 

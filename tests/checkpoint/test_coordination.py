@@ -363,7 +363,7 @@ async def test_a_hold_is_proven_for_no_longer_than_the_shortest_lease(
             assert until - trio.current_time() == pytest.approx(500 + GRACE_S - 1)
             await trio.sleep_until(until)
             assert fleet.phases()["agent"] == "committed"
-            await trio.sleep(1)
+            await trio.sleep(1.1)
             assert fleet.phases()["agent"] == "idle"
 
 

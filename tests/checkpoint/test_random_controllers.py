@@ -191,6 +191,12 @@ WRITTEN_OUT: Final[dict[str, list[Step]]] = {
     "a prepare asked again in the instant in which what parked is retired": in_turn(
         Arrive(R0), Work("park", R0), ask("prepare"), [Again(0), ask("retire", R0)], ask("commit")
     ),
+    "two resumes that start afresh, in the instant in which they end a restore": in_turn(
+        Shut("reading"),
+        RESTORE,
+        [ask("resume", odd=True), Again(0)],
+        ask("resume", odd=True),
+    ),
     "a forget while the retirement is being cleaned up": in_turn(
         Arrive(R0),
         Work("park", R0),

@@ -162,6 +162,8 @@ class ProtocolModel:
         self.stubborn = stubborn
         self.awaiting = recover
         self.opened: Opened | None = None
+        self.ending: Opened | None = None
+        """It was resumed, and what was stopped for that is about to end."""
         self.fenced: dict[str, tuple[Job, ...]] = {}
         """Resumed ids, and their jobs."""
         self.undone: set[str] = set()
@@ -246,6 +248,10 @@ class ProtocolModel:
         changed = True
         while changed:
             changed = False
+            if self.ending is not None:
+                self._let_go(self.ending)
+                self.ending = None
+                changed = True
             for job in list(self.jobs):
                 while self._step(job):
                     changed = True
@@ -537,10 +543,13 @@ class ProtocolModel:
             return
         opened.resumed = True
         self.fenced[opened.checkpoint_id] = opened.jobs
+        was_installing = opened.installing
         for job in opened.jobs:
             self._stop(job)
-        if not opened.installing:
+        if not was_installing:
             self._let_go(opened)
+        elif not opened.installing:
+            self.ending = opened
 
     def _take_back(self, opened: Opened) -> None:
         """The id is fenced at once; the gate opens when nothing is left of the restore."""

@@ -40,6 +40,7 @@ class ScriptedParticipant(ParticipantBase):
         self.stopping: set[EpisodeId] = set()
         self.closes = 0
         self.exports = 0
+        self.reports = 0
         self.cancels: list[EpisodeId] = []
         self.failure: GymtrioError | None = None
         """Raised at `fail_at`: close, settle, export, install or release."""
@@ -64,6 +65,7 @@ class ScriptedParticipant(ParticipantBase):
         return not self.running and not self.stopping
 
     def report(self) -> Report:
+        self.reports += 1
         blocking = sorted(self.running | self.stopping)
         return Report(
             ready=not blocking,

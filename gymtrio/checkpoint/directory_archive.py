@@ -100,7 +100,11 @@ class DirectoryArchive:
         return parts if own is None else [*parts, own]
 
     async def write_part(
-        self, checkpoint_dir: str, identity: Identity, records: Iterable[Record], section: str
+        self,
+        checkpoint_dir: str,
+        identity: Identity,
+        records: Iterable[Record | None],
+        section: str,
     ) -> WrittenPart | None:
         """See `gymtrio.checkpoint.archive.PartWriter`."""
         return await write_part(

@@ -46,8 +46,9 @@ class Export:
     resume, and resume stops the writing first.
     """
 
-    records: Iterable[Record]
-    """In order of capture key; one per episode at most."""
+    records: Iterable[Record | None]
+    """In order of capture key; one per episode at most. None: the next one takes longer, and the loop
+    may turn."""
     episode_ids: tuple[CaptureKey, ...]
     """Everything that is in the checkpoint, sorted; also episodes that need no record."""
     manifest_fields: dict[str, object] = attrs.field(factory=dict)

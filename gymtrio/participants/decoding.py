@@ -9,6 +9,9 @@ import trio
 
 from gymtrio.ids import EpisodeId
 from gymtrio.participants.base import read_record
+from gymtrio.storage.bounds import OPAQUE_PIECE_BYTES
+from gymtrio.storage.opaque import decode
+from gymtrio.storage.opaque_pieces import decode_steps, in_slices
 from gymtrio.storage.records import Record
 from gymtrio.storage.slices import LoopSlice
 
@@ -22,6 +25,39 @@ class Slices(LoopSlice):
         """Between two items. Cancelled: at most once per slice."""
         if self.is_over:
             await self.pause()
+
+
+class Boundary:
+    """Reads a kept boundary, and a large one before the instant in which it is needed."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._kept: bytes | None = None
+        self._value: object = None
+
+    async def read_ahead(self, kept: bytes | None) -> bool:
+        """Read what is too large for one stretch of the loop; anything else is left for `value_of`.
+
+        Returns:
+            Whether it did, so that the loop has turned and nothing is as it was.
+
+        Raises:
+            InvalidCheckpointState: it is not what `opaque.encode` makes.
+        """
+        if kept is None or kept is self._kept or len(kept) <= OPAQUE_PIECE_BYTES:
+            return False
+        self._value = await in_slices(decode_steps(kept, self._where), Slices())
+        self._kept = kept
+        return True
+
+    def value_of(self, kept: bytes | None) -> object:
+        """
+        Raises:
+            InvalidCheckpointState: it is not what `opaque.encode` makes.
+        """
+        if kept is not None and kept is self._kept:
+            return self._value
+        return None if kept is None else decode(kept, self._where)
 
 
 async def decode_records(

@@ -17,7 +17,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, MutableSequence, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableSequence, Sequence
 from functools import partial
 from itertools import chain
 from typing import Final, TypeAlias, TypeVar, cast
@@ -36,11 +36,11 @@ from gymtrio.errors import CheckpointConflict, InvalidCheckpointState, InvalidPh
 from gymtrio.ids import CaptureKey, EpisodeId, RolloutId
 from gymtrio.limits import BLOCKERS_LISTED_MAX
 from gymtrio.participants.base import ParticipantBase, make_record
-from gymtrio.participants.decoding import Slices, decode_records
+from gymtrio.participants.decoding import Boundary, Slices, decode_records
 from gymtrio.participants.deliveries import Deliveries
 from gymtrio.participants.restored import Restored
 from gymtrio.participants.results import Result, Results, last_boundary, outcome_of
-from gymtrio.storage.opaque import decode, encode
+from gymtrio.storage.opaque_pieces import encode_steps
 from gymtrio.storage.records import Record
 from gymtrio.wire.codec import pack_fields
 from gymtrio.wire.control import Kind, Report
@@ -117,7 +117,12 @@ class EnvironmentParticipant(ParticipantBase):
 
         Cancelled: nothing of it runs any more; clean-ups may be owed. Its result is kept if it had one.
         """
-        await self.admission.enter(episode_id, epoch=epoch, refuse=refuse)
+        at = Boundary(f"boundary of {episode_id}")
+        while True:
+            await self.admission.enter(episode_id, epoch=epoch, refuse=refuse)
+            waiting = self.restored.peek(episode_id)
+            if not await at.read_ahead(None if waiting is None else waiting.boundary):
+                break
         key = episode_id.capture_key
         if key in self.episodes.live:
             raise CheckpointConflict(f"{episode_id} runs already")
@@ -125,7 +130,7 @@ class EnvironmentParticipant(ParticipantBase):
         if result is None:
             if wants_ack:
                 self.results.check_room()
-            claimed, boundary = self._claim(episode_id, digest)
+            claimed, boundary = self._claim(episode_id, digest, at)
             result = Result(episode_id=episode_id, task_digest=digest, wants_ack=wants_ack)
             concluded = outcome_of(boundary)
             if concluded is not None:
@@ -228,7 +233,9 @@ class EnvironmentParticipant(ParticipantBase):
         """What an episode returned turned out to be no answer; `deliver` follows."""
         self.results.drop(episode_id)
 
-    def _claim(self, episode_id: EpisodeId, digest: str) -> tuple[EnvironmentRecord | None, object]:
+    def _claim(
+        self, episode_id: EpisodeId, digest: str, at: Boundary
+    ) -> tuple[EnvironmentRecord | None, object]:
         """The restored record of this attempt and its boundary, handed out once (ENV-3)."""
         waiting = self.restored.peek(episode_id)
         if waiting is None:
@@ -238,8 +245,7 @@ class EnvironmentParticipant(ParticipantBase):
                 f"{episode_id} was restored with a different task: digest {waiting.task_digest}, "
                 f"asked to run {digest}"
             )
-        state = waiting.boundary
-        boundary = None if state is None else decode(state, f"boundary of {episode_id}")
+        boundary = at.value_of(waiting.boundary)
         return self.restored.claim(episode_id), boundary
 
     def deliver(self, episode_id: EpisodeId) -> Callable[[bool], None]:
@@ -319,7 +325,7 @@ class EnvironmentParticipant(ParticipantBase):
         )
         kept = await noted.by_key()
         keys = tuple(sorted(kept if scope is None else kept.keys() & scope))
-        return Export(records=(_record(*kept[key]) for key in keys), episode_ids=keys)
+        return Export(records=_records(kept[key] for key in keys), episode_ids=keys)
 
     def unclaimed_outside(self, scope: frozenset[CaptureKey] | None) -> list[EpisodeId]:
         return self.restored.outside(scope)
@@ -450,11 +456,13 @@ _Kept: TypeAlias = tuple[EpisodeId, "EnvironmentRecord | str", object]
 given. A tuple, since thousands are noted in a row."""
 
 
-def _record(episode_id: EpisodeId, entry: EnvironmentRecord | str, boundary: object) -> Record:
-    if not isinstance(entry, str):
-        return make_record(episode_id, entry)
-    where = f"episode {episode_id.capture_key}"
-    state = boundary_of(boundary, where)
-    kept = None if state is None else encode(state, where)
-    # An `EnvironmentRecord` that nobody looks at is not made: there are thousands.
-    return Record(episode_id, pack_fields({"task_digest": entry, "boundary": kept}))
+def _records(all_kept: Iterable[_Kept]) -> Iterator[Record | None]:
+    for episode_id, entry, boundary in all_kept:
+        if not isinstance(entry, str):
+            yield make_record(episode_id, entry)
+            continue
+        where = f"episode {episode_id.capture_key}"
+        state = boundary_of(boundary, where)
+        encoded = None if state is None else (yield from encode_steps(state, where))
+        # An `EnvironmentRecord` that nobody looks at is not made: there are thousands.
+        yield Record(episode_id, pack_fields({"task_digest": entry, "boundary": encoded}))

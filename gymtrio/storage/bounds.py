@@ -19,6 +19,12 @@ WRITE_BATCH_BYTES: Final = 2**20
 READ_CHUNK_BYTES: Final = 2**20
 """Read and hashed per thread hop, parsed in slices after it."""
 
+OPAQUE_PIECE_BYTES: Final = 2**16
+"""Of opaque state, read in one stretch of the loop: 1 to 5 ms, by what it is made of."""
+
+OPAQUE_PIECE_ITEMS: Final = 4_000
+"""Of opaque state, written in one stretch of the loop: 2 to 4 ms."""
+
 MANIFEST_BYTES_MAX: Final = 2**19
 """Parsed and compared in one stretch of the loop; what does not fit belongs into records."""
 

@@ -21,17 +21,24 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator
+from enum import Enum
 from typing import Any, Final, NoReturn
 
 from gymtrio.errors import InvalidCheckpointState
 from gymtrio.json_text import dump_exact_json, load_exact_json
 from gymtrio.limits import OPAQUE_INTEGER_DIGITS_MAX, OPAQUE_NESTING_MAX
-from gymtrio.storage.bounds import PATH_SHOWN_CHARACTERS_MAX, RECORD_BYTES_MAX
+from gymtrio.storage.bounds import (
+    OPAQUE_PIECE_BYTES,
+    OPAQUE_PIECE_ITEMS,
+    PATH_SHOWN_CHARACTERS_MAX,
+    RECORD_BYTES_MAX,
+)
 
 _SCALARS: Final = frozenset({str, int, float, bool, type(None)})
 _CONTAINERS: Final = frozenset({dict, list})
+_NO_TEXT: Final = _SCALARS - {str}
 
-_CONTAINERS_MAX: Final = RECORD_BYTES_MAX // 2
+_ITEMS_MAX: Final = RECORD_BYTES_MAX // 2
 """Each takes two bytes at least. A value that shares its parts can have exponentially many."""
 
 _LONG_FROM: Final = 16
@@ -48,11 +55,19 @@ _encode_sorted: Final = json.JSONEncoder(
 ).encode
 
 
+class Weight(Enum):
+    """What a walk over a value has found."""
+
+    PLAIN = "every item is of an exact JSON type, and no level is too deep; keys may be any"
+    LARGE = "more than was to be walked"
+    ODD = "something else"
+
+
 def encode(value: object, where: str, *, sort_keys: bool = False) -> bytes:
     """Serialise a JSON value.
 
-    One stretch of the loop: about 1 ms per megabyte of text, 6 ms of numbers. The value is neither
-    changed nor kept.
+    One stretch of the loop: about 1 ms per megabyte of text, 30 ms of small objects; see
+    `opaque_pieces` for what may be large. The value is neither changed nor kept.
 
     Args:
         where: whose state it is, for the error: `episode r-a1`.
@@ -62,8 +77,13 @@ def encode(value: object, where: str, *, sort_keys: bool = False) -> bytes:
         InvalidCheckpointState: something in it is not JSON of exact types, has more digits or levels
             than `gymtrio.limits` allow, or would exceed a record; the detail has `where` and its path.
     """
+    return encode_weighed(value, where, _weigh_whole(value), sort_keys=sort_keys)
+
+
+def encode_weighed(value: object, where: str, weight: Weight, *, sort_keys: bool = False) -> bytes:
+    """As `encode`, of what was weighed already and is not large."""
+    is_plain = weight is Weight.PLAIN
     # Digests are made of sorted text, and compared with those that older releases have written.
-    is_plain = _has_plain_values(value)
     data = dump_exact_json(value) if is_plain and not sort_keys else None
     if data is None:
         if not is_plain or not _has_plain_keys(value) or _digits_need_a_look():
@@ -71,6 +91,20 @@ def encode(value: object, where: str, *, sort_keys: bool = False) -> bytes:
         data = _encode_slowly(value, where, sort_keys)
     if len(data) > RECORD_BYTES_MAX:
         raise InvalidCheckpointState(f"{where}: {len(data)} bytes, limit {RECORD_BYTES_MAX}")
+    return data
+
+
+def encode_piece(value: object) -> bytes:
+    """As `encode`, of a part that was weighed and is plain.
+
+    Raises:
+        ValueError: it cannot be kept; `encode` of the whole says why, and where it is.
+    """
+    data = dump_exact_json(value)
+    if data is None:
+        if not _has_plain_keys(value) or _digits_need_a_look():
+            raise ValueError("a key is no text, or an integer may be too long")
+        data = _encode(value).encode("utf-8", "surrogatepass")
     return data
 
 
@@ -96,7 +130,7 @@ def decode(data: bytes, where: str = "opaque state") -> object:
         value = _decode_slowly(data, where)
     # Fewer brackets than levels allowed: the depth need not be walked.
     brackets = data.count(b"[") + data.count(b"{")
-    if brackets > OPAQUE_NESTING_MAX and not _has_plain_values(value):
+    if brackets > OPAQUE_NESTING_MAX and _weigh_whole(value) is not Weight.PLAIN:
         _refuse_first_fault(value, where)
     return value
 
@@ -104,7 +138,7 @@ def decode(data: bytes, where: str = "opaque state") -> object:
 def _decode_slowly(data: bytes, where: str) -> object:
     try:
         text = data.decode("utf-8", "surrogatepass")
-        value: object = (_DIGITS_DECODER if _digits_need_a_look() else _DECODER).decode(text)
+        value: object = decoder().decode(text)
     except RecursionError:
         raise InvalidCheckpointState(f"{where}: nested deeper than {OPAQUE_NESTING_MAX}") from None
     except ValueError as error:
@@ -131,46 +165,73 @@ _DIGITS_DECODER: Final = json.JSONDecoder(
 )
 
 
+def decoder() -> json.JSONDecoder:
+    """The slow way of `decode`, which reads everything that it takes."""
+    return _DIGITS_DECODER if _digits_need_a_look() else _DECODER
+
+
 def _digits_need_a_look() -> bool:
     """Whether this interpreter was told to convert longer integers than our limit."""
     limit = sys.get_int_max_str_digits()
     return limit == 0 or limit > OPAQUE_INTEGER_DIGITS_MAX
 
 
-def _has_plain_values(value: object) -> bool:
-    """Say whether every value is of an exact JSON type and no level is too deep; keys may be any.
+def weigh(value: object) -> Weight:
+    """Say whether a state can be written in one stretch of the loop."""
+    return weigh_within(value, OPAQUE_NESTING_MAX, OPAQUE_PIECE_ITEMS, OPAQUE_PIECE_BYTES)
+
+
+def is_deeper(value: object, levels: int) -> bool:
+    """Whether what `decode` gave has more levels than that."""
+    return weigh_within(value, levels, _ITEMS_MAX, RECORD_BYTES_MAX) is Weight.ODD
+
+
+def _weigh_whole(value: object) -> Weight:
+    return weigh_within(value, OPAQUE_NESTING_MAX, _ITEMS_MAX, RECORD_BYTES_MAX)
+
+
+def weigh_within(value: object, levels: int, items_max: int, characters_max: int) -> Weight:
+    """Walk a value, no farther than to the first sign that it is odd or large.
 
     Level by level, so that no recursion is needed, and plainly: this is most of the time of `encode`.
+
+    Args:
+        levels: that it may have, itself included.
+        characters_max: of its text; keys do not count.
     """
+    if type(value) is str:
+        return Weight.LARGE if len(value) > characters_max else Weight.PLAIN
     if type(value) in _SCALARS:
-        return True
+        return Weight.PLAIN
     level: list[Any] = [value]
-    containers = 0
-    for _ in range(OPAQUE_NESTING_MAX):
-        containers += len(level)
-        if containers > _CONTAINERS_MAX:
-            return False
+    items = characters = 0
+    for _ in range(levels):
         below: list[Any] = []
         for container in level:
             if type(container) is dict:
-                items: Iterable[Any] = container.values()
-            elif type(container) is not list:
-                return False
-            elif len(container) > _LONG_FROM and _SCALARS.issuperset(map(type, container)):
-                continue
+                inner: Iterable[Any] = container.values()
+            elif type(container) is list:
+                inner = container
             else:
-                items = container
-            for item in items:
-                if type(item) not in _SCALARS:
+                return Weight.ODD
+            items += len(container)
+            if items > items_max or characters > characters_max:
+                return Weight.LARGE
+            if len(container) > _LONG_FROM and _NO_TEXT.issuperset(map(type, inner)):
+                continue
+            for item in inner:
+                if type(item) is str:
+                    characters += len(item)
+                elif type(item) not in _SCALARS:
                     below.append(item)
         if not below:
-            return True
+            return Weight.LARGE if characters > characters_max else Weight.PLAIN
         level = below
-    return False
+    return Weight.ODD
 
 
 def _has_plain_keys(value: object) -> bool:
-    """Say whether every key is text and nothing else, of a value that `_has_plain_values`."""
+    """Say whether every key is text and nothing else, of a value that is plain otherwise."""
     stack = [value]
     while stack:
         container = stack.pop()
@@ -225,7 +286,7 @@ def _refuse_first_fault(value: object, where: str) -> None:
     while stack:
         spot = stack.pop()
         visited += 1
-        if visited > _CONTAINERS_MAX:
+        if visited > _ITEMS_MAX:
             raise InvalidCheckpointState(f"{where}: more than {RECORD_BYTES_MAX} bytes of state")
         kind = type(spot.value)
         if kind is int:

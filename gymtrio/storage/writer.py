@@ -30,7 +30,8 @@ from gymtrio.storage.records import Identity, Record, encode_end, encode_head, e
 from gymtrio.storage.root import Place
 from gymtrio.storage.slices import LoopSlice
 
-Records = Iterable[Record] | AsyncIterable[Record]
+Records = Iterable[Record | None] | AsyncIterable[Record]
+"""None: the next one is not made yet, and the loop may turn."""
 
 
 @attrs.frozen
@@ -120,8 +121,8 @@ async def write_part(
                 if stream.add(record):
                     await stream.go_on()
         else:
-            for record in records:
-                if stream.add(record):
+            for made in records:
+                if stream.is_due if made is None else stream.add(made):
                     await stream.go_on()
         return await stream.end(nonce)
 
@@ -201,6 +202,11 @@ class _PartStream:
         self._keys[key] = None
         self._frames = iter(encode_record(record))
         return self._gather() or self._slice.is_over
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the loop is to turn."""
+        return self._slice.is_over
 
     def _gather(self) -> bool:
         """Take frames into the batch until it is full, and say whether it is."""

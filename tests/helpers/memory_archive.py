@@ -75,7 +75,8 @@ class MemoryArchive:
         publication: Publication,
     ) -> dict[str, object]:
         self.writes += 1
-        part = _Part(checkpoint_id, tuple(export.records), export.manifest_fields)
+        records = tuple(record for record in export.records if record is not None)
+        part = _Part(checkpoint_id, records, export.manifest_fields)
         await self.writing.pass_through()
         if self.failure is not None:
             raise self.failure

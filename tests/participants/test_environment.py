@@ -32,6 +32,7 @@ from tests.helpers.controlled import checkpoint, open_controlled
 from tests.helpers.gated import begin
 from tests.helpers.memory_archive import MemoryArchive
 from tests.helpers.plane import Plane
+from tests.helpers.ticking import TickingClock
 
 
 def episode(name: str = "r", attempt: int = 0) -> EpisodeId:
@@ -257,6 +258,45 @@ async def test_a_replacement_waits_at_the_gate_until_the_resume_after_its_restor
         await process.plane.resume("x1")
         await wait_all_tasks_blocked()
         assert replacement.continued == {"at": 0}
+
+
+def test_the_gate_may_close_while_a_large_boundary_is_read() -> None:
+    """STO-5, ENV-3: the loop turns meanwhile; then the attempt waits, and is claimed after all."""
+    large = {"at": 3, "rows": [{"id": number, "name": f"row {number}"} for number in range(60_000)]}
+
+    async def main() -> None:
+        archive = MemoryArchive()
+        async with open_process(archive) as process:
+
+            async def body(live: Episode) -> None:
+                await live.boundary(large)
+                await live.step(trio.sleep_forever, mode=StepMode.REPLAY, doing="x")
+
+            process.nursery.start_soon(process.run, R0, body)
+            await _until(lambda: bool(process.participant.episodes.live))
+            await checkpoint(process.plane, "d")
+        async with open_process(archive) as process:
+            await process.plane.restore(R0)
+            await process.plane.resume("x1")
+            after = Script()
+            process.nursery.start_soon(process.run, R1, after)
+            for _ in range(10):
+                # It is admitted, and reads for some thirty turns of the loop.
+                await trio.lowlevel.checkpoint()
+            prepared = await process.plane.prepare("c2")
+            assert (prepared.phase, prepared.report.counts["restored"]) == ("prepared", 1)
+            await _until(lambda: process.participant.admission.waiting == 1)
+            assert after.continued == "nothing"
+            assert (await process.plane.commit("c2", directory="e")).episode_ids == ("r-a1",)
+            await process.plane.resume("c2")
+            await _until(lambda: after.continued == large)
+
+    trio.run(main, clock=TickingClock())
+
+
+async def _until(it_is_so: Callable[[], bool]) -> None:
+    while not it_is_so():
+        await trio.lowlevel.checkpoint()
 
 
 async def test_a_run_of_a_superseded_execution_that_waits_at_the_gate_claims_nothing(

@@ -142,7 +142,7 @@ def test_a_value_that_contains_itself_is_refused() -> None:
 def test_a_value_with_exponentially_many_parts_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(opaque, "_CONTAINERS_MAX", 10_000)
+    monkeypatch.setattr(opaque, "_ITEMS_MAX", 10_000)
     state: object = [1]
     for _ in range(OPAQUE_NESTING_MAX - 1):
         state = [state, state]

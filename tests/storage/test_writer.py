@@ -40,6 +40,7 @@ from tests.helpers.checkpoints import (
     some_records,
 )
 from tests.helpers.page_cache import InlineDisk, Operation, PageCacheFiles, SlowDisk
+from tests.helpers.ticking import TickingClock
 
 HANG_S_MAX = 30.0
 FOLDER = "/root/step-7/gym/resources/counter"
@@ -55,6 +56,33 @@ def files() -> PageCacheFiles:
 def listing(files: PageCacheFiles) -> list[str]:
     """Names in the participant's directory."""
     return [path.removeprefix(f"{FOLDER}/") for path in files.tree() if path.startswith(FOLDER)]
+
+
+def test_the_loop_turns_while_a_record_is_still_being_made(files: PageCacheFiles) -> None:
+    """STO-5: an iterable says None where it may, and no record comes of it."""
+    turns = 0
+
+    async def turn() -> None:
+        nonlocal turns
+        while True:
+            await trio.lowlevel.checkpoint()
+            turns += 1
+
+    def made() -> Iterator[Record | None]:
+        for record in some_records(3):
+            yield from [None] * 20
+            yield record
+
+    async def main() -> int:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(turn)
+            written = await write_part(InlineDisk(files), place(), IDENTITY, made(), nonce="n1")
+            nursery.cancel_scope.cancel()
+        assert written is not None
+        return len(written.episodes)
+
+    assert trio.run(main, clock=TickingClock()) == 3
+    assert turns >= 60
 
 
 async def test_a_checkpoint_is_parts_named_by_digest_and_a_manifest(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from collections.abc import Iterable, Iterator, MutableSequence, Sequence
 from itertools import chain
 
 import trio
@@ -23,7 +23,7 @@ from gymtrio.limits import BLOCKERS_LISTED_MAX
 from gymtrio.participants.agent.hooks import Hooks, RestoredSession
 from gymtrio.participants.agent.record import (
     AgentRecord,
-    SessionRecord,
+    Noted,
     note,
     restored_session,
     restored_state,
@@ -139,7 +139,7 @@ class AgentParticipant(ParticipantBase):
                 f"{self.instance} did not export sessions "
                 + ", ".join(f"{k} of {wanted[k].episode_id}" for k in missing[:BLOCKERS_LISTED_MAX])
             )
-        noted: dict[EpisodeId, list[Callable[[], SessionRecord]]] = {}
+        noted: dict[EpisodeId, list[Noted]] = {}
         slices = Slices()
         await slices.pause()
         for key, session in wanted.items():
@@ -150,7 +150,7 @@ class AgentParticipant(ParticipantBase):
         by_key = {episode_id.capture_key: episode_id for episode_id in noted}
         keys = tuple(sorted(by_key))
         return Export(
-            records=(_record(by_key[key], noted[by_key[key]]) for key in keys), episode_ids=keys
+            records=_records((by_key[key], noted[by_key[key]]) for key in keys), episode_ids=keys
         )
 
     def unclaimed_outside(self, scope: frozenset[CaptureKey] | None) -> list[EpisodeId]:
@@ -207,8 +207,8 @@ class AgentParticipant(ParticipantBase):
         for episode_id, record in read:
             replacement = episode_id.next_attempt()
             for stored in record.sessions:
-                entered.append(restored_session(stored, replacement))
-                states.append(restored_state(stored, replacement))
+                entered.append(await restored_session(stored, replacement, slices))
+                states.append(await restored_state(stored, replacement, slices))
             await slices.turn()
         self.check_installable()
         if states:
@@ -237,5 +237,11 @@ class AgentParticipant(ParticipantBase):
         return sorted(found)
 
 
-def _record(episode_id: EpisodeId, noted: list[Callable[[], SessionRecord]]) -> Record:
-    return make_record(episode_id, AgentRecord(sessions=tuple(make() for make in noted)))
+def _records(
+    all_noted: Iterable[tuple[EpisodeId, list[Noted]]],
+) -> Iterator[Record | None]:
+    for episode_id, noted in all_noted:
+        sessions = []
+        for make in noted:
+            sessions.append((yield from make()))
+        yield make_record(episode_id, AgentRecord(sessions=tuple(sessions)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import TypeAlias
 
 import attrs
 
@@ -12,7 +13,8 @@ from gymtrio.errors import InvalidCheckpointState
 from gymtrio.ids import EpisodeId
 from gymtrio.participants.agent.hooks import RestoredSession
 from gymtrio.participants.agent.session import Activation, AgentSession, Completed, Interrupted
-from gymtrio.storage.opaque import decode, encode
+from gymtrio.storage.opaque_pieces import Steps, decode_steps, encode_steps, in_slices
+from gymtrio.storage.slices import LoopSlice
 
 
 @attrs.frozen(kw_only=True)
@@ -45,15 +47,20 @@ class AgentRecord:
     sessions: tuple[SessionRecord, ...]
 
 
-def note(session: AgentSession, state: object) -> Callable[[], SessionRecord]:
+Noted: TypeAlias = Callable[[], Steps[SessionRecord]]
+"""What encodes a session, later, and lets the loop turn where it is large."""
+
+
+def note(session: AgentSession, state: object) -> Noted:
     """Note a session at a safe point; what it is made of does not change before resume.
 
     Args:
         state: as the agent's hook gave it.
 
     Returns:
-        What encodes it, later. Raises `InvalidCheckpointState` for something in it that is not JSON;
-        the detail names episode and session.
+        What encodes it, later, and lets the loop turn where it is large. Raises
+        `InvalidCheckpointState` for something in it that is not JSON; the detail names episode and
+        session.
     """
     running, boundary = session.activation, None
     waiting = session.interrupted if running is None else None
@@ -73,7 +80,7 @@ def _encoded(
     running: Activation | None,
     boundary: object,
     waiting: Interrupted | None,
-) -> SessionRecord:
+) -> Steps[SessionRecord]:
     where = f"episode {session.episode_id}, session {session.key}"
     activation = None
     if running is not None:
@@ -81,27 +88,28 @@ def _encoded(
         activation = ActivationRecord(
             index=running.index,
             request_digest=running.request_digest,
-            boundary=None if at is None else encode(at, f"{where}, boundary"),
+            boundary=None if at is None else (yield from encode_steps(at, f"{where}, boundary")),
         )
     elif waiting is not None:
         activation = ActivationRecord(
             index=waiting.index, request_digest=waiting.request_digest, boundary=waiting.boundary
         )
-    return SessionRecord(
-        session_key=session.key,
-        session=encode(state, where),
-        completed=None
-        if done is None
-        else CompletedRecord(
+    completed = None
+    if done is not None:
+        completed = CompletedRecord(
             index=done.index,
             request_digest=done.request_digest,
-            reply=encode(done.reply, f"{where}, reply"),
-        ),
-        activation=activation,
+            reply=(yield from encode_steps(done.reply, f"{where}, reply")),
+        )
+    encoded = yield from encode_steps(state, where)
+    return SessionRecord(
+        session_key=session.key, session=encoded, completed=completed, activation=activation
     )
 
 
-def restored_session(record: SessionRecord, episode_id: EpisodeId) -> AgentSession:
+async def restored_session(
+    record: SessionRecord, episode_id: EpisodeId, slice_: LoopSlice
+) -> AgentSession:
     """Make the session that waits for `episode_id`, the replacement attempt.
 
     Raises:
@@ -116,7 +124,7 @@ def restored_session(record: SessionRecord, episode_id: EpisodeId) -> AgentSessi
         else Completed(
             index=done.index,
             request_digest=done.request_digest,
-            reply=_object(done.reply, record.session_key),
+            reply=await _object(done.reply, record.session_key, slice_),
         ),
         interrupted=None
         if running is None
@@ -127,20 +135,21 @@ def restored_session(record: SessionRecord, episode_id: EpisodeId) -> AgentSessi
     )
 
 
-def restored_state(record: SessionRecord, episode_id: EpisodeId) -> RestoredSession:
+async def restored_state(
+    record: SessionRecord, episode_id: EpisodeId, slice_: LoopSlice
+) -> RestoredSession:
     """What the agent's hook is given.
 
     Raises:
         InvalidCheckpointState: the state cannot be parsed.
     """
     where = f"session {record.session_key} of {episode_id}"
-    return RestoredSession(
-        key=record.session_key, episode_id=episode_id, state=decode(record.session, where)
-    )
+    state = await in_slices(decode_steps(record.session, where), slice_)
+    return RestoredSession(key=record.session_key, episode_id=episode_id, state=state)
 
 
-def _object(data: bytes, key: str) -> dict[str, object]:
-    value = decode(data, f"reply of session {key}")
+async def _object(data: bytes, key: str, slice_: LoopSlice) -> dict[str, object]:
+    value = await in_slices(decode_steps(data, f"reply of session {key}"), slice_)
     if not isinstance(value, dict):
         raise InvalidCheckpointState(f"reply of session {key}: not a JSON object")
     return value

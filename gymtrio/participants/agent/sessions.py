@@ -27,8 +27,8 @@ from gymtrio.errors import GymtrioError, NotFound, SessionConflict, StaleAttempt
 from gymtrio.ids import EpisodeId
 from gymtrio.limits import CLEANUP_S_MAX
 from gymtrio.participants.agent.session import Activation, AgentSession, Completed
+from gymtrio.participants.decoding import Boundary
 from gymtrio.participants.deliveries import Deliveries
-from gymtrio.storage.opaque import decode
 
 LOG: Final = logging.getLogger(__name__)
 
@@ -185,16 +185,19 @@ class AgentSessions:
 
         Cancelled: nothing of it runs any more.
         """
-        await self.admission.enter(episode_id, epoch=epoch, refuse=refuse)
-        session = self._find(episode_id, key)
-        reply = session.reply_of(index, request_digest)
+        at = Boundary(f"boundary of session {key}")
+        while True:
+            await self.admission.enter(episode_id, epoch=epoch, refuse=refuse)
+            session = self._find(episode_id, key)
+            reply = session.reply_of(index, request_digest)
+            waiting = session.interrupted
+            if not await at.read_ahead(None if waiting is None else waiting.boundary):
+                break
         was_unclaimed, session.unclaimed = session.unclaimed, False
         if reply is not None:
             self.deliveries.ended(episode_id, key)
             return reply
-        waiting = session.interrupted
-        state = None if waiting is None else waiting.boundary
-        boundary = None if state is None else decode(state, f"boundary of session {key}")
+        boundary = at.value_of(None if waiting is None else waiting.boundary)
         session.interrupted = None
         running = Activation(index=session.next_index, request_digest=request_digest)
         session.activation = running

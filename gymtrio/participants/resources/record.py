@@ -6,16 +6,14 @@ from collections.abc import Iterator, Mapping, MutableSequence, Sequence
 from itertools import groupby
 
 import attrs
-import trio
 
 from gymtrio.errors import InvalidCheckpointState
 from gymtrio.ids import EpisodeId
-from gymtrio.limits import LOOP_SLICE_S
 from gymtrio.participants.base import make_record
-from gymtrio.participants.decoding import decode_records
+from gymtrio.participants.decoding import Slices, decode_records
 from gymtrio.participants.resources.hooks import SessionId
 from gymtrio.participants.resources.sessions import Session
-from gymtrio.storage import opaque
+from gymtrio.storage.opaque_pieces import decode_steps, encode_steps, in_slices
 from gymtrio.storage.records import Record
 
 
@@ -35,8 +33,8 @@ class ResourcesRecord:
 
 def encode_sessions(
     sessions: Sequence[Session], states: Mapping[SessionId, object]
-) -> Iterator[Record]:
-    """Make records one by one, as they are written: the loop turns between them.
+) -> Iterator[Record | None]:
+    """Make records one by one, as they are written: the loop turns between them, and within large ones.
 
     Args:
         sessions: in order of capture key; all of them have a state.
@@ -46,14 +44,11 @@ def encode_sessions(
     """
     for _, group in groupby(sessions, key=lambda session: session.key):
         of_episode = list(group)
-        records = tuple(
-            SessionRecord(
-                session_id=session.session_id,
-                state=opaque.encode(states[session.session_id], str(session)),
-            )
-            for session in of_episode
-        )
-        yield make_record(of_episode[0].episode_id, ResourcesRecord(sessions=records))
+        records = []
+        for session in of_episode:
+            state = yield from encode_steps(states[session.session_id], str(session))
+            records.append(SessionRecord(session_id=session.session_id, state=state))
+        yield make_record(of_episode[0].episode_id, ResourcesRecord(sessions=tuple(records)))
 
 
 @attrs.frozen
@@ -75,18 +70,16 @@ async def decode_sessions(records: MutableSequence[Record]) -> list[RestoredSess
     """
     read: dict[SessionId, RestoredSession] = {}
     contents = await decode_records(ResourcesRecord, records)
-    slice_ends = trio.current_time() + LOOP_SLICE_S
+    slices = Slices()
     for episode_id, content in contents:
         for entry in content.sessions:
             session_id = SessionId(entry.session_id)
             where = f"session {session_id!r} of {episode_id}"
             if session_id in read:
                 raise InvalidCheckpointState(f"{where}: it is there twice")
-            state = opaque.decode(entry.state, where)
+            state = await in_slices(decode_steps(entry.state, where), slices)
             read[session_id] = RestoredSession(session_id, episode_id, state)
-        if trio.current_time() >= slice_ends:
-            await trio.lowlevel.checkpoint()
-            slice_ends = trio.current_time() + LOOP_SLICE_S
+        await slices.turn()
     return list(read.values())
 
 

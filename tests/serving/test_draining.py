@@ -198,23 +198,27 @@ async def test_work_is_ended_in_slices_and_waited_for(autojump_clock: MockClock)
 async def test_work_that_has_ended_is_not_cut_by_a_drain_that_began_before() -> None:
     """SRV-2: it is only being answered any more, perhaps in pieces."""
     in_work = InWork()
-    first, last = trio.CancelScope(), trio.CancelScope()
-    in_work.enter(first)
+
+    class Work:
+        """Ends when it is cancelled, and another one with it."""
+
+        def __init__(self, other: Work | None = None) -> None:
+            self.other = other
+            self.cancelled = False
+            in_work.enter(self)
+
+        def cancel(self) -> None:
+            self.cancelled = True
+            in_work.leave(self)
+            if self.other is not None:
+                in_work.leave(self.other)
+
+    first = Work()
     for _ in range(WAKE_SLICE_TASKS):
-        in_work.enter(last := trio.CancelScope())
-
-    async def end() -> None:
-        # Between the first slice and the second.
-        while not first.cancel_called:
-            await trio.lowlevel.checkpoint()
-        in_work.leave(last)
-        nursery.cancel_scope.cancel()
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(end)
-        await in_work.drain()
-    assert first.cancel_called
-    assert not last.cancel_called
+        last = first.other = Work()
+    await in_work.drain()
+    assert first.cancelled
+    assert not last.cancelled
 
 
 async def test_all_who_drain_hear_of_the_end(autojump_clock: MockClock) -> None:

@@ -449,10 +449,11 @@ class Control:
         Raises:
             DeadlineExceeded: something of that checkpoint still runs.
         """
-        running = await wait_all_ended(self._resumed.stopping(checkpoint_id), deadline)
-        if running:
-            names = ", ".join(job.name for job in running)
-            raise DeadlineExceeded(f"{checkpoint_id} was resumed, but not all has ended: {names}")
+        # More may be begun meanwhile: by who takes a restore back that was resumed.
+        while jobs := self._resumed.stopping(checkpoint_id):
+            if running := await wait_all_ended(jobs, deadline):
+                names = ", ".join(job.name for job in running)
+                raise DeadlineExceeded(f"{checkpoint_id} was resumed, but still runs: {names}")
 
     def _end(self, opened: OpenCheckpoint) -> None:
         """The instant of resuming, by whoever comes first."""

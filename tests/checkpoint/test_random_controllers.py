@@ -197,6 +197,14 @@ WRITTEN_OUT: Final[dict[str, list[Step]]] = {
         [ask("resume", odd=True), Again(0)],
         ask("resume", odd=True),
     ),
+    "a restore is resumed while it installs, and taken back by who comes next": in_turn(
+        Shut("installing"),
+        RESTORE,
+        Fail("release"),
+        ask("resume", which="last"),
+        UNDO_AND_KEEP_THE_ID,
+        LetGo("installing"),
+    ),
     "a forget while the retirement is being cleaned up": in_turn(
         Arrive(R0),
         Work("park", R0),

@@ -228,7 +228,7 @@ async def open_asgi(
             service.add_routes(framework)
         takes = framework_takes(framework, service.add_routes is not None)
         routes = Routes(service.routes, service.fallback, framework, takes)
-        calls = {CONTROL_FAMILY: control_handler(control)}
+        calls = {CONTROL_FAMILY: control_handler(control, service.control_elsewhere)}
         dispatcher = Dispatcher(routes, metrics=metrics, gate=gate, in_work=in_work, calls=calls)
         await stack.enter_async_context(open_lifespan(framework))
         yield dispatcher

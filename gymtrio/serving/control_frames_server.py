@@ -16,8 +16,11 @@ from typing import Final
 
 from gymtrio.checkpoint.control import Control
 from gymtrio.checkpoint.dispatch import perform, read_request
-from gymtrio.errors import Unauthorized
+from gymtrio.checkpoint.routes import ServeControl
+from gymtrio.errors import InvalidRequest, Unauthorized
+from gymtrio.json_text import dump_finite_json, load_json
 from gymtrio.limits import CONTROL_BODY_BYTES_MAX
+from gymtrio.strict import MalformedValue
 from gymtrio.wire.calls_in import IncomingCall
 from gymtrio.wire.channel import PeerInfo
 from gymtrio.wire.codec import pack, unpack_plain
@@ -27,13 +30,17 @@ CONTROL_FAMILY: Final = "control"
 KIND_PREFIX: Final = f"{CONTROL_FAMILY}/"
 
 
-def control_handler(control: Control | None) -> Callable[[IncomingCall], Awaitable[None]]:
+def control_handler(
+    control: Control | None, elsewhere: ServeControl | None = None
+) -> Callable[[IncomingCall], Awaitable[None]]:
     """Make the handler of every kind of the family `control`.
 
     Args:
-        control: None: this server takes no part in checkpoints.
+        control: None: it is not in this process.
+        elsewhere: passes calls on to the process that has it; None as well: this server takes no
+            part in checkpoints.
     """
-    return partial(_serve, control)
+    return partial(_serve, control, elsewhere)
 
 
 def may_control(peer: PeerInfo) -> bool:
@@ -41,18 +48,35 @@ def may_control(peer: PeerInfo) -> bool:
     return peer.authenticated and peer.uid is not None
 
 
-async def _serve(control: Control | None, call: IncomingCall) -> None:
+async def _serve(
+    control: Control | None, elsewhere: ServeControl | None, call: IncomingCall
+) -> None:
     # Before anything else is looked at, as over HTTP (I35).
     if not may_control(call.channel.peer):
         raise Unauthorized
-    if control is None:
-        call.fail(404, "unknown_kind", "this server takes no part in checkpoints")
-        return
     operation = call.kind.removeprefix(KIND_PREFIX)
-    if operation == STATUS:
+    if control is None:
+        if elsewhere is None:
+            call.fail(404, "unknown_kind", "this server takes no part in checkpoints")
+            return
+        reply = load_json(await elsewhere(operation, await _as_json(operation, call)))
+    elif operation == STATUS:
         reply = reply_to_plain(control.status())
     else:
         body = await call.read(CONTROL_BODY_BYTES_MAX)
         request = await read_request(operation, body, unpack_plain)
         reply = reply_to_plain(await perform(control, operation, request))
     call.reply(b"", pack(reply))
+
+
+async def _as_json(operation: str, call: IncomingCall) -> bytes:
+    """
+    Raises:
+        InvalidRequest: the body is no map of the protocol.
+    """
+    if operation == STATUS:
+        return b""
+    try:
+        return dump_finite_json(unpack_plain(await call.read(CONTROL_BODY_BYTES_MAX)))
+    except (MalformedValue, TypeError) as error:
+        raise InvalidRequest(str(error)) from None

@@ -19,8 +19,8 @@ from gymtrio.serving.asgi import serve_exchange
 from gymtrio.serving.exchange import OnDone, send_answer
 from gymtrio.serving.frames_head import BROKEN_OFF, KIND, decode_request, encode_reply
 from gymtrio.serving.http import ClientGone, Headers, internal_error
+from gymtrio.serving.http1 import BadAnswer
 from gymtrio.settings import Secret
-from gymtrio.strict import MalformedValue
 from gymtrio.wire.calls_in import IncomingCall
 from gymtrio.wire.channel import Channel, open_channel
 from gymtrio.wire.errors import ChannelLost
@@ -123,12 +123,13 @@ class FramesServer:
 
 
 async def serve_call(app: AsgiApp, call: IncomingCall) -> None:
-    """Have one call of kind `http` answered; faults of the application are logged, not raised."""
-    try:
-        exchange = _FramesExchange(call)
-    except MalformedValue as error:
-        call.fail(400, "bad_request", str(error))
-        return
+    """Have one call of kind `http` answered; faults of the application are logged, not raised.
+
+    Raises:
+        Refusal: it is no request; see `decode_request`.
+    """
+    # What has no head that HTTP would take is refused by it, and no fault of the application.
+    exchange = _FramesExchange(call)
     try:
         await serve_exchange(app, exchange)
     except ClientGone:
@@ -192,12 +193,19 @@ class _FramesExchange:
 
     async def answer(self, status: int, headers: Headers, body: bytes, on_done: OnDone) -> None:
         shown = b"" if self.method == "HEAD" else body
+        try:
+            head = encode_reply(status, headers)
+        except BadAnswer:
+            if on_done is not None:
+                on_done(False)
+            raise
         self.begun = True
-        self._call.reply(encode_reply(status, headers), shown, on_done=on_done)
+        self._call.reply(head, shown, on_done=on_done)
 
     async def begin(self, status: int, headers: Headers, content_length: int | None) -> None:
+        head = encode_reply(status, headers)
         self.begun = True
-        await self._call.begin(encode_reply(status, headers))
+        await self._call.begin(head)
 
     async def send_some(self, data: bytes) -> None:
         if self.method != "HEAD":

@@ -38,7 +38,13 @@ from gymtrio.serving.client import (
     WholeReply,
 )
 from gymtrio.serving.deployment import TCP_SCHEME, parse_bind
-from gymtrio.serving.frames_head import BROKEN_OFF, KIND, decode_reply, encode_request
+from gymtrio.serving.frames_head import (
+    BROKEN_OFF,
+    KIND,
+    HeadersTooLarge,
+    decode_reply,
+    encode_request,
+)
 from gymtrio.serving.http import JSON_CONTENT_TYPE, Headers
 from gymtrio.serving.pool import Pool, PoolStatistics
 from gymtrio.settings import Secret
@@ -298,7 +304,10 @@ class FramesTransport:
 async def _whole_reply(
     line: _Taken, origin: Origin, outgoing: Outgoing, control: bool, deadline: float
 ) -> WholeReply:
-    head = encode_request(outgoing.method, outgoing.target, outgoing.headers)
+    try:
+        head = encode_request(outgoing.method, outgoing.target, outgoing.headers)
+    except HeadersTooLarge as refusal:
+        return WholeReply(refusal.status, _ERROR_HEADERS, dump_json(refusal.body()))
     body = outgoing.body
     try:
         channel = line.open_channel or await _by(deadline, line.channel)
@@ -322,7 +331,10 @@ async def _whole_reply(
 async def _entered(
     stack: AsyncExitStack, line: _Taken, origin: Origin, outgoing: Outgoing, control: bool
 ) -> _Reply | _Refused:
-    head = encode_request(outgoing.method, outgoing.target, outgoing.headers)
+    try:
+        head = encode_request(outgoing.method, outgoing.target, outgoing.headers)
+    except HeadersTooLarge as refusal:
+        return _Refused(refusal.status, dump_json(refusal.body()))
 
     async def enter(channel: Channel) -> OpenCall:
         call = channel.exchange(KIND, head, outgoing.body, control=control)
@@ -336,7 +348,7 @@ async def _entered(
                 raise
             call = await enter(await line.channel())
     except ChannelRefused as refused:
-        return _Refused(refused)
+        return _Refused(refused.status, _error_body(refused))
     return _Reply(origin, call)
 
 
@@ -389,12 +401,12 @@ class _Reply:
 
 
 class _Refused:
-    """What the callee's side of the channel answered in place of the application."""
+    """What a side of the channel answered in place of the application."""
 
-    def __init__(self, refused: ChannelRefused) -> None:
-        self.status = refused.status
+    def __init__(self, status: int, body: bytes) -> None:
+        self.status = status
         self.headers = _ERROR_HEADERS
-        self._body = _error_body(refused)
+        self._body = body
 
     async def receive_some(self) -> bytes:
         await trio.lowlevel.checkpoint()

@@ -13,6 +13,7 @@ from quart_trio import QuartTrio
 
 from gymtrio.checkpoint.archive import Archive
 from gymtrio.checkpoint.participant import Participant
+from gymtrio.checkpoint.routes import ServeControl
 from gymtrio.episodes.admission import Admission
 from gymtrio.ports import HostClock, HostRandomness, Randomness, WallClock
 from gymtrio.serving.client import Directory, ServerClient, Transport
@@ -81,6 +82,8 @@ class Service:
     """Where its requests wait during a checkpoint, of a service whose participant is elsewhere."""
     add_routes: Callable[[QuartTrio], None] | None = None
     """Adds an author's own routes to the framework's application."""
+    control_elsewhere: ServeControl | None = None
+    """Passes control calls on to the process that has the control plane of this server."""
     not_ready: Callable[[], str | None] | None = None
     """Why it accepts no work now, for `/ready`; None: it does."""
     more_metrics: Callable[[], Awaitable[bytes]] | None = None

@@ -39,6 +39,7 @@ from gymtrio.serving.policy_routes import policy_routes
 from gymtrio.serving.policy_worker import (
     WorkerPlace,
     add_worker_routes,
+    forward_control,
     linked,
     metrics_of_coordinator,
     part_writer,
@@ -179,6 +180,7 @@ async def _open_worker(
             routes=policy_routes(worker, settings.model),
             gate=worker.admission,
             add_routes=partial(add_worker_routes, worker=worker, host=host),
+            control_elsewhere=partial(forward_control, worker),
             not_ready=worker.not_ready,
             more_metrics=partial(metrics_of_coordinator, worker),
         )

@@ -39,7 +39,7 @@ class ChannelLimits:
     frame_bytes_max: int = attrs.field(default=2**20, validator=_positive)
     """Payload of one frame: a post with a report on 16,000 episodes, or a call with head and body."""
     head_bytes_max: int = attrs.field(default=256 * 2**10, validator=_positive)
-    """Twice what our HTTP takes as head, with room for encoding."""
+    """Four times what a request may have as head, which is answered 431; this ends the connection."""
     body_inline_bytes_max: int = attrs.field(default=64 * 2**10, validator=_positive)
     """A body up to this goes within the frame of its call or reply; a larger one in chunks. So does an
     answer of the data lane while more than `outgoing_bytes_max` is queued: thousands that are held and

@@ -5,14 +5,13 @@ The rules of this file:
 - U1 The socket's name appears in a directory that only this user can enter, and with its final mode:
   it is safe before anybody can see it.
 - U2 Whoever listens holds a lock on a file beside the socket for as long as it lives; whoever has the
-  lock may remove a socket that a dead process left, and nobody else may.
+  lock may remove a socket that a dead process left, and the file, and nobody else may.
 - U3 A peer of another user is refused before a byte of it is read; so is a directory that is not ours.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import os
 import socket
@@ -20,13 +19,14 @@ import stat
 import struct
 import tempfile
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 import trio
 
 from gymtrio.errors import HostError
+from gymtrio.wire.leftovers import LOCK_SUFFIX, name_of, remove_leftovers, take_lock
 
 PATH_BYTES_MAX: Final = 100
 """`sun_path` of Linux has 108 bytes, the last of them zero. Until a socket gets its name it has one
@@ -37,6 +37,9 @@ _SOCKET_MODE: Final = 0o600
 _DIRECTORY_MODE: Final = 0o700
 _NAME_BYTES: Final = 16
 _PEER: Final = struct.Struct("3i")
+_LOCK_TRIES: Final = 20
+_LOCK_RETRY_S: Final = 0.005
+"""Who looks whether a lock is free has it for less than a millisecond."""
 
 
 @contextmanager
@@ -61,11 +64,12 @@ def runtime_directory(parent: str | Path | None = None) -> Iterator[Path]:
 def lasting_directory(owner: str | Path) -> Path:
     """A short directory for the sockets of what lives in `owner`, made by who listens there.
 
-    It is the same one in every life, so that a crash leaves nothing that the next life does not use.
+    It is the same one in every life, so that a crash leaves nothing that the next life does not use;
+    what is left of those without a next life is removed by whoever listens in such a directory.
     """
     digest = hashlib.sha256(os.fsencode(Path(owner).absolute())).hexdigest()[:_DIGITS]
     below = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    return Path(below) / f"gymtrio-{os.geteuid()}-{digest}"
+    return Path(below) / name_of(digest)
 
 
 @asynccontextmanager
@@ -80,9 +84,8 @@ async def open_unix_listener(path: str | Path) -> AsyncIterator[UnixListener]:
     """
     path = Path(path)
     _check_length(path)
-    with _translated(path):
-        _make_private(path.parent)
-        lock = _lock(path.with_name(path.name + ".lock"))
+    remove_leftovers(path.parent, is_deaf)
+    lock = await _lock(path)
     try:
         with _translated(path):
             bound = _bind(path)
@@ -92,8 +95,7 @@ async def open_unix_listener(path: str | Path) -> AsyncIterator[UnixListener]:
             bound.close()
             path.unlink(missing_ok=True)
     finally:
-        # Not unlinked: somebody may have opened it to wait for the lock, which would then be of a
-        # file without a name.
+        # Not unlinked: who looks at it meanwhile would have to begin again.
         os.close(lock)
 
 
@@ -134,6 +136,13 @@ async def connect_unix(path: str | Path) -> trio.SocketStream:
     return stream
 
 
+def is_deaf(path: str) -> bool:
+    """Whether nobody listens at a socket file, nor stands still while it does."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        return probe.connect_ex(path) == errno.ECONNREFUSED
+
+
 def peer_uid(stream: trio.abc.Stream) -> int | None:
     """The user of the process at the other end, as it was when it connected or listened.
 
@@ -163,12 +172,14 @@ def _check_length(path: Path) -> None:
         )
 
 
-def _make_private(directory: Path) -> None:
-    try:
+def _make_private(directory: Path) -> bool:
+    """Make it, or make sure that it is private; False: somebody has just removed it."""
+    with suppress(FileExistsError):
         directory.mkdir(mode=_DIRECTORY_MODE)
-    except FileExistsError:
-        pass
-    found = directory.lstat()
+    try:
+        found = directory.lstat()
+    except FileNotFoundError:
+        return False
     if not stat.S_ISDIR(found.st_mode):
         raise HostError(f"{directory}: not a directory")
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
@@ -176,18 +187,20 @@ def _make_private(directory: Path) -> None:
             f"{directory}: must belong to this user and be closed to others (mode 0700), since "
             "it holds a socket"
         )
+    return True
 
 
-def _lock(path: Path) -> int:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        if error.errno == errno.EWOULDBLOCK:
-            raise HostError(f"{path}: held by another process, which listens there") from None
-        raise
-    return descriptor
+async def _lock(path: Path) -> int:
+    """Make the directory of a socket, and lock its name there."""
+    lock_path = path.with_name(path.name + LOCK_SUFFIX)
+    for _ in range(_LOCK_TRIES):
+        with _translated(path):
+            is_there = _make_private(path.parent)
+            lock = take_lock(lock_path) if is_there else None
+        if lock is not None:
+            return lock
+        await trio.sleep(_LOCK_RETRY_S)
+    raise HostError(f"{lock_path}: held by another process, which listens there")
 
 
 def _bind(path: Path) -> socket.socket:

@@ -343,7 +343,7 @@ async def test_what_is_no_request_is_refused(path: Path) -> None:
                 ("http", pack_list(("GET", "/x")), 400),
                 ("http", pack_list(("GET", "/\xe4", ())), 400),
                 ("http", pack_list(("GET", "/x", ((b"a", "b"),))), 400),
-                ("http", pack_list(("GET", "/x", [(b"a", b"b")] * 300)), 400),
+                ("http", pack_list(("GET", "/x", [(b"a", b"b")] * 300)), 431),
             ):
                 with pytest.raises(ChannelRefused) as caught:
                     await channel.request(kind, b"", head=head)

@@ -15,8 +15,10 @@ is something else.
 from __future__ import annotations
 
 import re
-from typing import Final
+from functools import lru_cache
+from typing import Final, NamedTuple
 
+from gymtrio.context import decode_path
 from gymtrio.errors import Refusal
 from gymtrio.serving.http import JSON_CONTENT_TYPE, BadRequest, Headers
 from gymtrio.serving.http1 import HEAD_BYTES_MAX, HEADERS_MAX, BadAnswer
@@ -121,6 +123,31 @@ def decode_request(head: bytes) -> tuple[str, str, Headers]:
         # As over HTTP: two readers could take different ones.
         raise BadRequest("two authorizations")
     return method, target, checked
+
+
+class RequestHead(NamedTuple):
+    """A head as its server uses it."""
+
+    method: str
+    raw_path: str
+    query: str
+    path: str
+    headers: Headers
+
+
+def read_request(head: bytes) -> RequestHead:
+    """As `decode_request`. A caller says much the same again and again: short heads are remembered."""
+    return _read_again(head) if len(head) <= _REMEMBERED_BYTES_MAX else _read(head)
+
+
+def _read(head: bytes) -> RequestHead:
+    method, target, headers = decode_request(head)
+    raw_path, _, query = target.partition("?")
+    return RequestHead(method, raw_path, query, decode_path(raw_path), headers)
+
+
+_REMEMBERED_BYTES_MAX: Final = 512
+_read_again: Final = lru_cache(maxsize=1024)(_read)
 
 
 def encode_reply(status: int, headers: Headers) -> bytes:

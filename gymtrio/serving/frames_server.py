@@ -14,10 +14,10 @@ from typing import Final, TypeAlias, TypeVar
 
 import trio
 
-from gymtrio.context import AsgiApp, Scope, decode_path
+from gymtrio.context import AsgiApp, Scope
 from gymtrio.serving.asgi import serve_exchange
 from gymtrio.serving.exchange import OnDone, send_answer
-from gymtrio.serving.frames_head import BROKEN_OFF, KIND, decode_request, encode_reply
+from gymtrio.serving.frames_head import BROKEN_OFF, KIND, encode_reply, read_request
 from gymtrio.serving.http import ClientGone, Headers, internal_error
 from gymtrio.serving.http1 import BadAnswer
 from gymtrio.settings import Secret
@@ -126,7 +126,7 @@ async def serve_call(app: AsgiApp, call: IncomingCall) -> None:
     """Have one call of kind `http` answered; faults of the application are logged, not raised.
 
     Raises:
-        Refusal: it is no request; see `decode_request`.
+        Refusal: it is no request; see `read_request`.
     """
     # What has no head that HTTP would take is refused by it, and no fault of the application.
     exchange = _FramesExchange(call)
@@ -161,9 +161,7 @@ class _FramesExchange:
 
     def __init__(self, call: IncomingCall) -> None:
         self._call = call
-        self.method, target, self.headers = decode_request(call.head)
-        self._raw_path, _, self._query = target.partition("?")
-        self.path = decode_path(self._raw_path)
+        self.method, self._raw_path, self._query, self.path, self.headers = read_request(call.head)
         self.work = call
         """An answer leaves also when that is cancelled."""
         self.begun = False

@@ -20,6 +20,7 @@ size runs in a process of its own, so that memory is not what an earlier one has
     restore          call .. reply, and the resume after it   the same file by the shortest loop
       beside raw     the same                                 bytes read + hashed + records unpacked
     claim            start of replacements .. all in a step   each state parsed + bare tasks started
+    retire           call .. reply, all in a step
 
 *The shortest loop* (`floors.write_states`, `floors.read_records`) makes and reads the same bytes with
 the interpreter's own JSON. What a state may be is looked at in the plainest way, since JSON alone
@@ -117,6 +118,7 @@ class Measured:
     abort: list[Sample] = attrs.field(factory=list)
     restore: list[Sample] = attrs.field(factory=list)
     claim: list[Sample] = attrs.field(factory=list)
+    retire: list[Sample] = attrs.field(factory=list)
     ending_s: list[float] = attrs.field(factory=list)
     waking_s: list[float] = attrs.field(factory=list)
     starting_s: list[float] = attrs.field(factory=list)
@@ -332,7 +334,10 @@ class _Round:
                 await live.start(nursery)
             self._measured.claim.append(sample)
             assert not len(participant.restored)
-            nursery.cancel_scope.cancel()
+            with self._heart.measuring() as sample:
+                await plane.retire("retired", replacements)
+            self._measured.retire.append(sample)
+            assert not participant.episodes.live
 
 
 def _section(case: Case, measured: Measured) -> Section:
@@ -401,6 +406,7 @@ def _section(case: Case, measured: Measured) -> Section:
                 samples=measured.claim,
                 floors_s=_sums(measured.parsing_s, measured.starting_s),
             ),
+            Row(name="retire", samples=measured.retire, target=Target(held_s=AT_ONCE_S)),
         ],
     )
 

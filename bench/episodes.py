@@ -8,6 +8,7 @@ in one instant.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
@@ -15,6 +16,7 @@ import attrs
 import trio
 
 from gymtrio.episodes.episode import Episode, StepMode
+from gymtrio.errors import StaleAttempt
 from gymtrio.ids import EpisodeId, RolloutId
 from gymtrio.participants.environment import EnvironmentParticipant
 
@@ -47,6 +49,7 @@ class Conversation:
             tokens = [(number * 31 + place * 97) % 50_000 for place in range(text_bytes // 20)]
             message = {
                 "role": "assistant" if len(messages) % 2 else "user",
+                "name": None,
                 "content": [{"type": "input_text", "text": text[:text_bytes]}],
                 "token_ids": tokens,
                 "logprob": -0.125 * len(messages),
@@ -132,11 +135,14 @@ class LiveEpisodes:
         """Start them all; on return each is in its first step."""
         all_passed = self.gone_on.all_passed
         for number, episode_id in enumerate(self.ids):
-            body = partial(self._body, number)
-            nursery.start_soon(self.participant.run_episode, episode_id, _DIGEST, body)
+            nursery.start_soon(self._run, number, episode_id)
             if number % STEPS_ENDED_AT_ONCE == 0:
                 await trio.lowlevel.checkpoint()
         await all_passed.wait()
+
+    async def _run(self, number: int, episode_id: EpisodeId) -> None:
+        with suppress(StaleAttempt):
+            await self.participant.run_episode(episode_id, _DIGEST, partial(self._body, number))
 
     async def _body(self, number: int, episode: Episode) -> None:
         if self.conversations is None:

@@ -47,6 +47,7 @@ from gymtrio.wire.control import (
     Report,
     RestoreRequest,
     ResumeRequest,
+    RetireRequest,
 )
 
 INSTANCE: Final = "environment"
@@ -65,6 +66,8 @@ class Plane(Protocol):
     async def restore(self, name: str, ids: Sequence[EpisodeId]) -> None:
         """Restore and let it go on."""
         ...
+
+    async def retire(self, name: str, ids: Sequence[EpisodeId]) -> None: ...
 
 
 OpenPlane = Callable[[EnvironmentParticipant, Path], AbstractAsyncContextManager[Plane]]
@@ -103,6 +106,9 @@ class _Direct:
         assert len(reply.restored) == len(ids)
         await self.resume(hold)
 
+    async def retire(self, name: str, ids: Sequence[EpisodeId]) -> None:
+        await self._control.retire(RetireRequest(**self._base(name), episode_ids=tuple(ids)))
+
 
 class _Controlled:
     def __init__(self, controller: Controller) -> None:
@@ -125,6 +131,9 @@ class _Controlled:
     async def restore(self, name: str, ids: Sequence[EpisodeId]) -> None:
         replies = await self._controller.restore(CheckpointId(name), name, ids, timeout_s=TIMEOUT_S)
         assert len(replies[INSTANCE].restored) == len(ids)
+
+    async def retire(self, name: str, ids: Sequence[EpisodeId]) -> None:
+        await self._controller.retire(CheckpointId(name), ids, timeout_s=TIMEOUT_S)
 
 
 @asynccontextmanager

@@ -46,8 +46,11 @@ def serving_blueprint(serve: ServeControl, is_token: Callable[[str], bool]) -> B
     """
     blueprint = Blueprint("gymtrio_control", __name__, url_prefix=CONTROL_PREFIX)
 
-    @blueprint.before_request
+    @blueprint.before_app_request
     async def authorize() -> Response | None:
+        # Of the whole application: what no route takes, by its method or its slashes, is no blueprint's.
+        if not request.path.startswith(CONTROL_PREFIX):
+            return None
         if presents_token(request.headers.getlist("authorization"), is_token):
             return None
         return refuse(Unauthorized())

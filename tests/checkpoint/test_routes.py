@@ -115,6 +115,17 @@ async def test_without_the_token_every_path_gives_one_answer(
             answers.add((answer.status_code, await answer.get_data(), answer.content_type))
             answer = await served.client.get(f"{CONTROL_PREFIX}/{operation}", headers=headers)
             answers.add((answer.status_code, await answer.get_data(), answer.content_type))
+        for method, path in (
+            ("TRACE", "/status"),
+            ("PROPFIND", "/prepare"),
+            ("GET", "//status"),
+            ("POST", ""),
+            ("POST", "/"),
+        ):
+            answer = await served.client.open(
+                f"{CONTROL_PREFIX}{path}", method=method, headers=headers
+            )
+            answers.add((answer.status_code, await answer.get_data(), answer.content_type))
         (only,) = answers
         assert only[0] == 401
         assert json.loads(only[1])["error"]["code"] == "unauthorized"

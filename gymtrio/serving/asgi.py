@@ -98,6 +98,8 @@ async def _run_shown(app: AsgiApp, exchange: Exchange) -> None:
     except ClientGone:
         return
     except Exception:
+        if shown.gone:
+            return
         if shown.begun:
             raise
         if shown.refused is None:
@@ -126,6 +128,8 @@ class _Shown:
         self.whole = trio.Event()
         self.refused: Refusal | None = None
         """What came was no body, which is not the application's fault."""
+        self.gone = False
+        """The caller left in the middle of its body, whatever the application makes of that."""
 
     def scope(self) -> Scope:
         exchange = self._exchange
@@ -152,6 +156,9 @@ class _Shown:
             data = await self._exchange.receive_some()
         except Refusal as refusal:
             self.refused = refusal
+            raise
+        except ClientGone:
+            self.gone = True
             raise
         self._body_read = not data
         return {"type": "http.request", "body": data, "more_body": bool(data)}

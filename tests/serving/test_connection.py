@@ -8,6 +8,7 @@ import random
 import pytest
 import trio
 
+from gymtrio.context import Receive, Scope, Send
 from gymtrio.limits import DATA_BODY_BYTES_MAX
 from gymtrio.serving.app import open_asgi
 from gymtrio.serving.connection import Connection, HttpLimits, Shared
@@ -176,6 +177,32 @@ async def test_leaving_is_noticed_whatever_was_sent_before(after: bytes, half: b
         with trio.fail_after(30):
             await parked.cancelled.wait()
         await stream.aclose()
+
+
+async def test_leaving_within_a_body_is_no_fault_of_the_framework(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """SRV-1: it reads in a nursery of its own, and what it raises is a group."""
+    was_gone = trio.Event()
+
+    async def framework(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await receive()
+            return
+        try:
+            async with trio.open_nursery():
+                while True:
+                    await receive()
+        finally:
+            was_gone.set()
+
+    async with serve_on_sockets(framework) as bind, await connect(bind) as stream:
+        await stream.send_all(b"POST /x HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\nabc")
+        await stream.send_eof()
+        with trio.fail_after(30):
+            await was_gone.wait()
+            await everything(stream)
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 async def test_pipelined_requests_are_answered_in_order() -> None:

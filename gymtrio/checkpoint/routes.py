@@ -48,7 +48,7 @@ def serving_blueprint(serve: ServeControl, is_token: Callable[[str], bool]) -> B
 
     @blueprint.before_app_request
     async def authorize() -> Response | None:
-        # Of the whole application: what no route takes, by its method or its slashes, is no blueprint's.
+        # Of the whole application: what no route takes is no blueprint's either.
         if not request.path.startswith(CONTROL_PREFIX):
             return None
         if presents_token(request.headers.getlist("authorization"), is_token):

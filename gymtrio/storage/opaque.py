@@ -203,6 +203,7 @@ def weigh_within(value: object, levels: int, items_max: int, characters_max: int
         return Weight.LARGE if len(value) > characters_max else Weight.PLAIN
     if type(value) in _SCALARS:
         return Weight.PLAIN
+    no_text = _NO_TEXT
     level: list[Any] = [value]
     items = characters = 0
     for _ in range(levels):
@@ -217,12 +218,15 @@ def weigh_within(value: object, levels: int, items_max: int, characters_max: int
             items += len(container)
             if items > items_max or characters > characters_max:
                 return Weight.LARGE
-            if len(container) > _LONG_FROM and _NO_TEXT.issuperset(map(type, inner)):
+            if len(container) > _LONG_FROM and no_text.issuperset(map(type, inner)):
                 continue
             for item in inner:
-                if type(item) is str:
+                kind = type(item)
+                if kind in no_text:
+                    continue
+                if kind is str:
                     characters += len(item)
-                elif type(item) not in _SCALARS:
+                else:
                     below.append(item)
         if not below:
             return Weight.LARGE if characters > characters_max else Weight.PLAIN

@@ -370,8 +370,13 @@ class EnvironmentParticipant(ParticipantBase):
         self.admission.refuse(episode_ids)
         for episode_id in episode_ids:
             self.episodes.retire_up_to(episode_id)
-            self.restored.drop_up_to(episode_id)
-            self.results.drop_up_to(episode_id)
+        # Thousands are named in one instant, and mostly nothing of them waits here.
+        if len(self.restored):
+            for episode_id in episode_ids:
+                self.restored.drop_up_to(episode_id)
+        if len(self.results):
+            for episode_id in episode_ids:
+                self.results.drop_up_to(episode_id)
 
     async def retire(self, episode_id: EpisodeId) -> None:
         await self.episodes.wait_up_to(episode_id)

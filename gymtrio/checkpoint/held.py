@@ -93,7 +93,7 @@ class HeldCheckpoint:
         except Failed as failed:
             raise LeaseNotProven(str(failed)) from failed
         leases_s = [reply.lease_s for reply in replies.values() if reply.lease_s is not None]
-        proven_until = sent_at + min(self._timeout_s, *leases_s) - margin_s
+        proven_until = sent_at + min([self._timeout_s, *leases_s]) - margin_s
         if trio.current_time() >= proven_until:
             raise LeaseNotProven(f"{self.checkpoint_id}: renewal was answered too late")
         return proven_until

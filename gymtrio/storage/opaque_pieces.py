@@ -4,8 +4,9 @@ No JSON library lets go of the interpreter while it works, so a thread would hol
 is large is taken apart instead: the containers and strings that are large themselves are walked here,
 and what they hold goes through `opaque` some hundred items at a time.
 
-- X1 The bytes are those of `opaque.encode`, and the values those of `opaque.decode`; what either
-  refuses is refused here with the same detail.
+- X1 Either way is read by the other one as the same value; what one refuses, the other one refuses
+  with the same detail. (The bytes may differ in the spelling of numbers, where one piece is written by
+  one library and another by the other.)
 - X2 Between two turns of the loop at most one piece is written or read, or the whole is copied once.
 """
 
@@ -31,7 +32,6 @@ Steps = Generator[None, None, T]
 
 _SPAN_ITEMS: Final = 256
 """Of a large container, looked at together: mostly all of them are small."""
-
 
 _TAKEN_MAX: Final = 2_000
 """Items that are read one by one in one stretch of the loop."""
@@ -219,14 +219,12 @@ class _Made:
                 # Not whole; or a fault, which is found once nothing is taken any more.
                 break
             divider = text[end : end + 1]
-            if not divider:
-                # It may go on.
+            if divider not in (",", closing):
+                # It goes on in the next piece, as `1` may where `1.5` is cut; or, again, a fault.
                 break
             self.add(key, item)
             taken.append(item)
             at = end + 1
-        if divider not in (closing, ",", ""):
-            raise _Odd
         levels = OPAQUE_NESTING_MAX - self._depth
         # As in `decode`: fewer brackets than levels need no walk.
         if text.count("[") + text.count("{") > levels and opaque.is_deeper(taken, levels + 1):
@@ -276,6 +274,10 @@ _CHARACTERS: Final = re.compile(rb'[^"\\]*(?:\\(?:[^u]|u[0-9a-fA-F]{4})[^"\\]*)*
 """Of a string, none of them in part, but for the bytes of the last one."""
 
 
+_HALF: Final = re.compile(rb"\\u[dD][89abAB]..")
+"""Escaped, as we never write it. The other half of the pair is in the next piece."""
+
+
 def _read_string(data: bytes, at: int) -> Steps[tuple[str, int]]:
     pieces: list[str] = []
     while True:
@@ -285,8 +287,7 @@ def _read_string(data: bytes, at: int) -> Steps[tuple[str, int]]:
         is_last = data[end : end + 1] == b'"'
         while not is_last and at < end < len(data) and data[end] & 0xC0 == 0x80:
             end -= 1
-        # An escaped half of a pair is none of ours; the other one may be in the next piece.
-        if not is_last and (end == at or data.find(b"\\ud", at, end) >= 0):
+        if not is_last and (end == at or _HALF.fullmatch(data, max(at, end - 6), end)):
             raise _Odd
         piece = opaque.decode(b'"' + data[at:end] + b'"')
         assert isinstance(piece, str)

@@ -367,6 +367,16 @@ async def test_a_hold_is_proven_for_no_longer_than_the_shortest_lease(
             assert fleet.phases()["agent"] == "idle"
 
 
+async def test_a_hold_is_proven_at_servers_that_do_not_tell_their_lease(
+    autojump_clock: MockClock,
+) -> None:
+    """HARD-2: older ones; then what was asked for has to do."""
+    async with open_fleet() as fleet:
+        async with fleet.controller.checkpoint(C1, "d", timeout_s=30) as held:
+            fleet.channel.left_out["renew"] = "lease_s"
+            assert await held.prove_held(margin_s=2) == trio.current_time() + 28
+
+
 # -- discovery --------------------------------------------------------------------------------
 
 

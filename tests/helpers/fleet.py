@@ -49,6 +49,8 @@ class FleetChannel:
         self.slow_replies_s: dict[tuple[str, str], float] = {}
         self.refusals: dict[tuple[str, str], Refusal | PeerRefused] = {}
         """What is answered instead; `PeerRefused` by something that is no control plane of ours."""
+        self.left_out: dict[str, str] = {}
+        """By operation, a field of its replies that servers of an earlier release do not have."""
         self.stands_still = False
         """The controller's process does; it notices a deadline only once it runs again."""
         self.absent: set[str] = set()
@@ -89,7 +91,9 @@ class FleetChannel:
         if request is None:
             return json.loads(json.dumps(reply_to_plain(control.status())))
         reply = await perform(control, operation, parse_request(operation, to_json(request)))
-        return json.loads(json.dumps(reply_to_plain(reply)))
+        plain = json.loads(json.dumps(reply_to_plain(reply)))
+        plain.pop(self.left_out.get(operation), None)
+        return plain
 
     @staticmethod
     def _take(counts: dict[tuple[str, str], int], where: tuple[str, str]) -> bool:

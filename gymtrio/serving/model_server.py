@@ -180,7 +180,7 @@ async def _open_worker(
             routes=policy_routes(worker, settings.model),
             gate=worker.admission,
             add_routes=partial(add_worker_routes, worker=worker, host=host),
-            control_elsewhere=partial(forward_control, worker),
+            control_elsewhere=partial(forward_control, worker, host.wall_clock),
             not_ready=worker.not_ready,
             more_metrics=partial(metrics_of_coordinator, worker),
         )

@@ -10,6 +10,7 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Final
 
 import attrs
 import trio
@@ -19,16 +20,24 @@ from gymtrio.background import open_background
 from gymtrio.checkpoint.directory_archive import DirectoryArchive
 from gymtrio.checkpoint.routes import serving_blueprint
 from gymtrio.errors import HostError, TransportError
+from gymtrio.json_text import load_json
+from gymtrio.limits import DEADLINE_AHEAD_S_MAX
 from gymtrio.participants.policy.link import CONTROL_KIND, METRICS_KIND, WORKER_ROLE, request
 from gymtrio.participants.policy.worker import PolicyWorker
+from gymtrio.ports import WallClock
 from gymtrio.serving.host import S, ServiceHost
 from gymtrio.serving.ledger_route import add_ledger_route
 from gymtrio.serving.workers import COORDINATOR_VARIABLE, WORKER_VARIABLE, instance_of
 from gymtrio.storage.root import CheckpointRoot
+from gymtrio.wire.control import STATUS
 from gymtrio.wire.messages import Hello
 from gymtrio.wire.unix import connect_unix
 
 _log = logging.getLogger(__name__)
+
+
+FORWARDED_STATUS_S: Final = 5.0
+"""A coordinator answers at once; one that stands still is known to do so only much later."""
 
 
 class CoordinatorLost(HostError):
@@ -105,17 +114,40 @@ def add_worker_routes(app: QuartTrio, worker: PolicyWorker, host: ServiceHost[S]
     """The control plane of the server, as if it were here."""
     assert host.control_token is not None, "checked when the deployment was read"
     is_token = host.control_token.matches
-    app.register_blueprint(serving_blueprint(partial(forward_control, worker), is_token))
+    app.register_blueprint(
+        serving_blueprint(partial(forward_control, worker, host.wall_clock), is_token)
+    )
     add_ledger_route(app, worker.link.rows, is_token)
 
 
-async def forward_control(worker: PolicyWorker, operation: str, body: bytes) -> bytes:
+async def forward_control(
+    worker: PolicyWorker, wall_clock: WallClock, operation: str, body: bytes
+) -> bytes:
     """Have a control call served by the coordinator.
 
     Raises:
-        CoordinatorUnavailable: it cannot be reached. Refusal: what it answered.
+        CoordinatorUnavailable: it cannot be reached, or did not answer when it should have.
+        Refusal: what it answered.
     """
-    return await request(worker.link.channel, CONTROL_KIND, body, head=operation.encode())
+    deadline = trio.current_time() + FORWARDED_STATUS_S
+    if operation != STATUS:
+        # The answer of one that waits until its deadline still has to come.
+        deadline += max(0.0, _ahead_s(body, wall_clock))
+    return await request(
+        worker.link.channel, CONTROL_KIND, body, head=operation.encode(), deadline=deadline
+    )
+
+
+def _ahead_s(body: bytes, wall_clock: WallClock) -> float:
+    """How far the deadline of a control body is ahead; 0: it has none, as its refusal will say."""
+    try:
+        plain = load_json(body)
+    except (ValueError, RecursionError):
+        return 0.0
+    deadline_ts = plain.get("deadline_ts") if isinstance(plain, dict) else None
+    if not isinstance(deadline_ts, int | float):
+        return 0.0
+    return min(deadline_ts - wall_clock.now_s(), DEADLINE_AHEAD_S_MAX)
 
 
 async def metrics_of_coordinator(worker: PolicyWorker) -> bytes:

@@ -43,23 +43,29 @@ class Retirements:
         """
         self._starting.append(episode_ids)
         name = f"begin to retire {len(episode_ids)} attempts"
-        return Job.start(self._nursery, name, partial(self._start_all, episode_ids))
+        opened = self._opened()
+        # What is being installed in this instant may be there when an attempt's turn comes.
+        meets = opened if opened is not None and opened.installing else None
+        return Job.start(self._nursery, name, partial(self._start_all, episode_ids, meets))
 
-    async def _start_all(self, episode_ids: Sequence[EpisodeId]) -> list[Job[None]]:
+    async def _start_all(
+        self, episode_ids: Sequence[EpisodeId], meets: OpenCheckpoint | None
+    ) -> list[Job[None]]:
         jobs: list[Job[None]] = []
         try:
             for begin in range(0, len(episode_ids), WAKE_SLICE_TASKS):
-                jobs.extend(map(self._start, episode_ids[begin : begin + WAKE_SLICE_TASKS]))
+                for episode_id in episode_ids[begin : begin + WAKE_SLICE_TASKS]:
+                    jobs.append(self._start(episode_id, meets))
                 await trio.lowlevel.checkpoint()
         finally:
             self._starting.remove(episode_ids)
         return jobs
 
-    def _start(self, episode_id: EpisodeId) -> Job[None]:
+    def _start(self, episode_id: EpisodeId, meets: OpenCheckpoint | None) -> Job[None]:
         job = self._jobs.get(episode_id)
         if job is None:
             name = f"retire {episode_id}"
-            job = Job.start(self._nursery, name, partial(self._retire, episode_id))
+            job = Job.start(self._nursery, name, partial(self._retire, episode_id, meets))
             self._jobs[episode_id] = job
         return job
 
@@ -69,10 +75,15 @@ class Retirements:
         retiring = chain(self._jobs, *self._starting)
         return [episode_id for episode_id in retiring if episode_id.rollout_id in named]
 
-    async def _retire(self, episode_id: EpisodeId) -> None:
+    async def _retire(self, episode_id: EpisodeId, meets: OpenCheckpoint | None) -> None:
+        """
+        Args:
+            meets: whose install was under way in the instant of the refusal. One that begins later
+                refuses to make what is refused already.
+        """
         try:
-            while (opened := self._opened()) is not None and opened.installing:
-                await opened.installed()
+            if meets is not None:
+                await meets.installed()
                 # What it put in was not there to be refused.
                 self._participant.refuse([episode_id])
             await self._participant.retire(episode_id)

@@ -142,6 +142,8 @@ class Episode:
 
     async def boundary(self, state: object | Callable[[], object]) -> None:
         """See `Steps.boundary`."""
+        if self.stopping is not None:
+            await self._stop_here()
         gate = self._owner.admission
         self._boundary = state
         self._unrecorded = False
@@ -174,6 +176,8 @@ class Episode:
         on_close: OnClose = OnClose.KEEP,
     ) -> T:
         """See `Steps.step`."""
+        if self.stopping is not None:
+            await self._stop_here()
         self.last_step = doing
         if mode is StepMode.WAIT:
             assert on_close is OnClose.KEEP
@@ -246,6 +250,11 @@ class Episode:
         if self.state is not EpisodeState.FINISHING:
             self._scope.cancel()
 
+    async def _stop_here(self) -> None:
+        """It is refused, and its turn to be cancelled may still be to come: it begins nothing more."""
+        self.cancel()
+        await trio.lowlevel.checkpoint()
+
     def admission_closed(self) -> None:
         """Part of the instant of closing, see `Episodes.close`."""
         if self.state is EpisodeState.REPLAY_STEP:
@@ -304,6 +313,10 @@ def boundary_of(given: object, where: str) -> object:
         raise InvalidCheckpointState(
             f"{where}: its boundary: {type(error).__name__}: {error}"
         ) from error
+
+
+def _is_cancellation(result: outcome.Maybe[object]) -> bool:
+    return isinstance(result, outcome.Error) and not isinstance(result.error, Exception)
 
 
 class Episodes:
@@ -394,11 +407,10 @@ class Episodes:
 
     @staticmethod
     def _returned(episode: Episode, result: outcome.Maybe[T]) -> T:
-        value = result.unwrap()
-        if episode.stopping is not None:
-            # Stopped while it finished: what it returns must not be heard (I10).
-            raise episode.stopping
-        return value
+        if episode.stopping is None or _is_cancellation(result):
+            return result.unwrap()
+        # Stopped while it finished: what it returns or raises must not be heard (I10).
+        raise episode.stopping
 
     def _begin(self, name: str, episode: Episode) -> None:
         self.live[name] = episode

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import MutableSequence
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import trio
 
 from gymtrio.ids import EpisodeId
 from gymtrio.participants.base import read_record
-from gymtrio.storage.bounds import OPAQUE_PIECE_BYTES
 from gymtrio.storage.opaque import decode
 from gymtrio.storage.opaque_pieces import decode_steps, in_slices
 from gymtrio.storage.records import Record
@@ -27,10 +26,33 @@ class Slices(LoopSlice):
             await self.pause()
 
 
+READ_AHEAD_BYTES: Final = 2**14
+"""From which size on. The gate lets a hundred through in a turn of the loop: 10 ms of smaller ones."""
+
+
+class Boundaries:
+    """Reads the boundaries of one server, the large ones one after the other.
+
+    Thousands are asked for at once when a server is resumed after its restore. Each of them in slices
+    would hold the loop for as many slices in each of its turns.
+    """
+
+    def __init__(self) -> None:
+        self._reading = trio.Lock()
+
+    def at(self, where: str) -> Boundary:
+        """
+        Args:
+            where: whose it is, for the error: `boundary of r-a1`.
+        """
+        return Boundary(self._reading, where)
+
+
 class Boundary:
     """Reads a kept boundary, and a large one before the instant in which it is needed."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, reading: trio.Lock, where: str) -> None:
+        self._reading = reading
         self._where = where
         self._kept: bytes | None = None
         self._value: object = None
@@ -44,9 +66,10 @@ class Boundary:
         Raises:
             InvalidCheckpointState: it is not what `opaque.encode` makes.
         """
-        if kept is None or kept is self._kept or len(kept) <= OPAQUE_PIECE_BYTES:
+        if kept is None or kept is self._kept or len(kept) <= READ_AHEAD_BYTES:
             return False
-        self._value = await in_slices(decode_steps(kept, self._where), Slices())
+        async with self._reading:
+            self._value = await in_slices(decode_steps(kept, self._where), Slices())
         self._kept = kept
         return True
 

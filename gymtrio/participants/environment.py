@@ -36,7 +36,7 @@ from gymtrio.errors import CheckpointConflict, InvalidCheckpointState, InvalidPh
 from gymtrio.ids import CaptureKey, EpisodeId, RolloutId
 from gymtrio.limits import BLOCKERS_LISTED_MAX
 from gymtrio.participants.base import ParticipantBase, make_record
-from gymtrio.participants.decoding import Boundary, Slices, decode_records
+from gymtrio.participants.decoding import Boundaries, Boundary, Slices, decode_records
 from gymtrio.participants.deliveries import Deliveries
 from gymtrio.participants.restored import Restored
 from gymtrio.participants.results import Result, Results, last_boundary, outcome_of
@@ -69,6 +69,7 @@ class EnvironmentParticipant(ParticipantBase):
         super().__init__(instance)
         self.episodes = Episodes(self.admission, self.changed)
         self.restored: Restored[EnvironmentRecord] = Restored()
+        self._boundaries = Boundaries()
         self.results = Results(self.admission)
         self._digests: dict[str, str] = {}
         """Of live episodes, by capture key."""
@@ -117,7 +118,7 @@ class EnvironmentParticipant(ParticipantBase):
 
         Cancelled: nothing of it runs any more; clean-ups may be owed. Its result is kept if it had one.
         """
-        at = Boundary(f"boundary of {episode_id}")
+        at = self._boundaries.at(f"boundary of {episode_id}")
         while True:
             await self.admission.enter(episode_id, epoch=epoch, refuse=refuse)
             waiting = self.restored.peek(episode_id)
@@ -382,6 +383,9 @@ class EnvironmentParticipant(ParticipantBase):
         await self.episodes.wait_up_to(episode_id)
         await self._late.wait_up_to(episode_id)
         await self._deliveries.wait_up_to(episode_id)
+        # Whatever came of its end.
+        self.restored.drop_up_to(episode_id)
+        self.results.drop_up_to(episode_id)
 
     def still_running(self, rollout_ids: Sequence[RolloutId]) -> list[EpisodeId]:
         return sorted({*self.episodes.of(rollout_ids), *self._late.of(rollout_ids)})

@@ -110,6 +110,8 @@ class Connection:
         self._eof = False
         self._serving = False
         """A request's head has come, and its answer has not left."""
+        self._answering = False
+        """The last of an answer leaves, and nothing had come behind its request until then."""
         self._dropping = False
         """Nothing is read any more; what comes is dropped, so that the peer gets to our answer."""
         self._news = trio.lowlevel.ParkingLot()
@@ -162,7 +164,8 @@ class Connection:
             self._arrived = self._arrived + data if self._arrived else data
             self._news.unpark()
             while len(self._arrived) > READ_AHEAD_BYTES_MAX and not self._dropping:
-                if self._serving and self._reader.whole:
+                if self._serving and self._reader.whole and not self._answering:
+                    # It asks and asks, and does not wait for an answer.
                     self._life.cancel()
                 await self._room.park()
         self._eof = True
@@ -199,7 +202,7 @@ class Connection:
             if head is None or self._eof:
                 # Who has half closed counts as gone.
                 return
-            self._serving = True
+            self._serving, self._answering = True, False
             self._life.deadline = math.inf
             exchange = _HttpExchange(self, reader, head)
             await self._serve_one(exchange)
@@ -277,6 +280,10 @@ class Connection:
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             raise ClientGone from None
         self._life.deadline = math.inf
+
+    def answer_leaves(self) -> None:
+        """The last of an answer leaves: a peer that waited for it may go on before we do."""
+        self._answering = not self._arrived
 
     async def _end(self) -> None:
         """Close in such a way that the peer gets to what was sent last."""
@@ -375,6 +382,7 @@ class _HttpExchange:
             length = _told_length(headers, self.method, body)
             data = self._encoded_head(status, headers, length)
             assert self._framing is not None
+            self._connection.answer_leaves()
             if self._framing.bodiless:
                 await self._connection.send(data)
             elif len(body) <= JOINED_BODY_BYTES_MAX:
@@ -426,6 +434,8 @@ class _HttpExchange:
             self._left -= len(data)
             if self._left < 0:
                 raise BadAnswer("more body than its content-length")
+            if not self._left:
+                self._connection.answer_leaves()
         if framing.bodiless:
             return
         if framing.chunked:
@@ -437,6 +447,7 @@ class _HttpExchange:
         assert framing is not None
         if self._left and not framing.bodiless:
             raise BadAnswer("less body than its content-length")
+        self._connection.answer_leaves()
         await self._flush(LAST_CHUNK if framing.chunked else b"")
 
     async def _flush(self, data: bytes) -> None:

@@ -36,6 +36,9 @@ from gymtrio.wire.unix import connect_unix
 _log = logging.getLogger(__name__)
 
 
+_DEADLINE_TS_MAX: Final = 1e12
+"""Far beyond what any clock says, and within what a float holds."""
+
 FORWARDED_STATUS_S: Final = 5.0
 """A coordinator answers at once; one that stands still is known to do so only much later."""
 
@@ -145,7 +148,7 @@ def _ahead_s(body: bytes, wall_clock: WallClock) -> float:
     except (ValueError, RecursionError):
         return 0.0
     deadline_ts = plain.get("deadline_ts") if isinstance(plain, dict) else None
-    if not isinstance(deadline_ts, int | float):
+    if not isinstance(deadline_ts, int | float) or deadline_ts > _DEADLINE_TS_MAX:
         return 0.0
     return min(deadline_ts - wall_clock.now_s(), DEADLINE_AHEAD_S_MAX)
 

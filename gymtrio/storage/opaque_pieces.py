@@ -5,8 +5,8 @@ is large is taken apart instead: the containers and strings that are large thems
 and what they hold goes through `opaque` some hundred items at a time.
 
 - X1 Either way is read by the other one as the same value; what one refuses, the other one refuses
-  with the same detail. (The bytes may differ in the spelling of numbers, where one piece is written by
-  one library and another by the other.)
+  with the same detail, unless it is its size. (The bytes may differ in the spelling of numbers, where
+  one piece is written by one library and another by the other.)
 - X2 Between two turns of the loop at most one piece is written or read, or the whole is copied once.
 """
 
@@ -35,6 +35,10 @@ _SPAN_ITEMS: Final = 256
 
 _TAKEN_MAX: Final = 2_000
 """Items that are read one by one in one stretch of the loop."""
+
+
+_READ_WHOLE_BYTES_MAX: Final = 2 * OPAQUE_PIECE_BYTES
+"""Read in one stretch of the loop. In pieces, a level of a deep value may cost as much as a piece."""
 
 
 class _Odd(Exception):
@@ -122,12 +126,16 @@ def _parts_of(large: Any, depth: int) -> Iterator[dict[Any, Any] | list[Any] | _
                 else:
                     raise _Odd
         return
-    for begin in range(0, len(large), _SPAN_ITEMS):
+    length = len(large)
+    for begin in range(0, length, _SPAN_ITEMS):
         some = large[begin : begin + _SPAN_ITEMS]
         if _is_small(some, depth - 1):
             yield some
         else:
             yield from ([item] if _is_small(item, depth) else _Large(item) for item in some)
+        if len(large) != length:
+            # A dict says so by itself.
+            raise _Odd
 
 
 def _is_small(item: object, above: int) -> bool:
@@ -147,7 +155,7 @@ def _is_small(item: object, above: int) -> bool:
 
 def decode_steps(data: bytes, where: str = "opaque state") -> Steps[object]:
     """As `opaque.decode`, which does it in one stretch."""
-    if len(data) <= OPAQUE_PIECE_BYTES:
+    if len(data) <= _READ_WHOLE_BYTES_MAX:
         return opaque.decode(data, where)
     try:
         value, end = yield from _read(data, 0, 1)
@@ -179,6 +187,7 @@ def _read(data: bytes, at: int, depth: int) -> Steps[tuple[object, int]]:
         text = _piece_at(data, at)
         end, is_last = made.take(text)
         if not end:
+            yield
             key, begin = made.key_at(text, 0)
             item, at = yield from _read(data, at + _bytes_of(text, begin), depth + 1)
             made.add(key, item)

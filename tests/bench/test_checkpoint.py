@@ -36,7 +36,7 @@ def test_one_case_measures_everything(
     rows = {row["name"]: row for row in found["rows"]}
     assert [name for name in rows if not name.startswith(" ")] == [
         *("status", "given up", "prepare", "commit", "resume", "busy status", "abort"),
-        *("restore", "claim"),
+        *("restore", "claim", "retire"),
     ]
     for row in rows.values():
         assert row["took_s"] > 0

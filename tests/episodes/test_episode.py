@@ -524,6 +524,37 @@ async def test_an_episode_that_ends_in_the_instant_of_its_retirement_is_not_hear
         assert [type(answer) for answer in answers] == [StaleAttempt]
 
 
+@pytest.mark.parametrize("mode", StepMode)
+async def test_what_is_retired_begins_no_further_step(
+    autojump_clock: MockClock, mode: StepMode
+) -> None:
+    """CTL-5: also before its turn to be cancelled has come; a parked one does not go on either."""
+    async with open_gated() as gated:
+        go = trio.Event()
+        begun: list[str] = []
+
+        async def work() -> None:
+            begun.append("a step")
+
+        async def body(live: Episode) -> None:
+            await go.wait()
+            await live.step(work, mode=mode, doing="a step")
+
+        async def parking(live: Episode) -> None:
+            await go.wait()
+            await live.boundary("here")
+            begun.append("past a boundary")
+
+        await gated.start(R, body)
+        await gated.start(episode("s"), parking)
+        go.set()
+        gated.episodes.retire_up_to(R)
+        gated.episodes.retire_up_to(episode("s"))
+        await wait_all_tasks_blocked()
+        assert begun == []
+        assert gated.episodes.live == {}
+
+
 async def test_thousands_are_retired_in_one_instant_and_cancelled_in_slices(
     autojump_clock: MockClock,
 ) -> None:

@@ -757,6 +757,54 @@ async def test_a_retire_cut_short_leaves_the_attempt_tracked(autojump_clock: Moc
         assert (await process.plane.commit("c1")).episode_ids == ("s",)
 
 
+async def test_a_retire_of_thousands_during_an_install_leaves_nothing_restored(
+    autojump_clock: MockClock,
+) -> None:
+    """CTL-12, I10: what is put in after the instant of the retire is freed, whoever's turn it is."""
+    archive = MemoryArchive()
+    async with open_process(archive) as process:
+        await process.run(R0, Script())
+        await checkpoint(process.plane, "d")
+    async with open_process(archive) as process:
+        archive.reading.shut()
+        await begin(process.nursery, lambda: process.plane.restore(R0))
+        others = [episode(f"o{number}") for number in range(1_000)]
+        process.nursery.start_soon(process.plane.retire, *others, R1)
+        while process.participant.admission.fences.is_stale(R1) is False:
+            await trio.lowlevel.checkpoint()
+        archive.reading.let_go()
+        await wait_all_tasks_blocked()
+        assert process.participant.restored.waiting() == []
+        await process.plane.resume("x1")
+        assert process.participant.restored.waiting() == []
+
+
+async def test_an_episode_that_fails_in_the_instant_of_its_retirement_gives_nothing_back(
+    autojump_clock: MockClock,
+) -> None:
+    """CTL-5, I10: its claim is gone with it, and its caller is told that it is stale."""
+    archive = MemoryArchive()
+    async with open_process(archive) as process:
+        await process.run(R0, Script())
+        await checkpoint(process.plane, "d")
+    async with open_process(archive) as process:
+        await process.plane.restore(R0)
+        await process.plane.resume("x1")
+        go = trio.Event()
+
+        async def body(live: Episode) -> None:
+            await go.wait()
+            raise ValueError("the author's")
+
+        answers = await process.run(R1, body)
+        go.set()
+        process.participant.refuse([R1])
+        await process.participant.retire(R1)
+        await wait_all_tasks_blocked()
+        assert [type(answer) for answer in answers] == [StaleAttempt]
+        assert process.participant.restored.waiting() == []
+
+
 async def test_retiring_drops_a_restored_episode(autojump_clock: MockClock) -> None:
     """CTL-12: its state is freed, and its replacement is refused."""
     archive = MemoryArchive()

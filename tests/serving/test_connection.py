@@ -7,11 +7,12 @@ import random
 
 import pytest
 import trio
+import trio.lowlevel
 
 from gymtrio.context import Receive, Scope, Send
 from gymtrio.limits import DATA_BODY_BYTES_MAX
 from gymtrio.serving.app import open_asgi
-from gymtrio.serving.connection import Connection, HttpLimits, Shared
+from gymtrio.serving.connection import READ_AHEAD_BYTES_MAX, Connection, HttpLimits, Shared
 from gymtrio.serving.deployment import Bind
 from gymtrio.serving.http import Request, Response, json_response
 from tests.helpers.serving import make_app, serve_on_sockets
@@ -270,6 +271,43 @@ async def test_head_and_body_leave_in_one_send() -> None:
                 assert (await one_reply(client))[2] == b'{"bytes":0}'
             await client.aclose()
     assert len(stream.sends) == 3
+
+
+class Unhurried(Counting):
+    """Returns from sending only when the peer has had the answer and gone on."""
+
+    def __init__(self, stream: trio.SocketStream) -> None:
+        super().__init__(stream)
+        self.received_bytes = 0
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        await super().send_all(data)
+        while len(self.sends) == 1 and self.received_bytes < 2 * READ_AHEAD_BYTES_MAX:
+            await trio.lowlevel.checkpoint()
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes:
+        data = await super().receive_some(max_bytes)
+        self.received_bytes += len(data)
+        return data
+
+
+async def test_a_large_request_right_behind_an_answer_is_no_pipelining() -> None:
+    """SRV-1, SRV-5: the peer has the answer before its sender goes on."""
+    ours, theirs = trio.socket.socketpair()
+    stream = trio.SocketStream(ours)
+    body = b"x" * (3 * READ_AHEAD_BYTES_MAX)
+    head = b"POST /x HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(body)
+    async with open_asgi(make_app({("GET", "/x"): x, ("POST", "/x"): x})) as app:
+        connection = Connection(app, Unhurried(stream), Shared(HttpLimits()))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(connection.run)
+            with trio.fail_after(30):
+                async with trio.SocketStream(theirs) as peer:
+                    await peer.send_all(GET)
+                    assert (await one_reply(peer))[0] == 200
+                    await peer.send_all(head + body)
+                    status, _, reply = await one_reply(peer)
+    assert (status, json.loads(reply)) == (200, {"bytes": len(body)})
 
 
 async def test_idle_and_slow_peers_are_dropped_and_parked_requests_are_not() -> None:

@@ -108,6 +108,18 @@ async def test_a_control_call_is_refused_when_the_coordinator_does_not_answer(
         assert trio.current_time() - began == pytest.approx(2 + FORWARDED_STATUS_S)
 
 
+@pytest.mark.parametrize(
+    "body", [b"no JSON", b"[]", b'{"deadline_ts": 1' + b"0" * 400 + b"}", b"[" * 5_000]
+)
+async def test_what_is_no_control_body_is_refused_by_the_coordinator(
+    body: bytes, autojump_clock: object
+) -> None:
+    """WRK-1: as it is anywhere else."""
+    async with open_served(World()) as served:
+        with pytest.raises(InvalidRequest):
+            await forward_control(served.workers[0].policy, served.clock, "prepare", body)
+
+
 async def ask_over_http(policy: PolicyWorker) -> tuple[int, str]:
     app = QuartTrio("test")
 

@@ -27,7 +27,7 @@ from gymtrio.errors import GymtrioError, NotFound, SessionConflict, StaleAttempt
 from gymtrio.ids import EpisodeId
 from gymtrio.limits import CLEANUP_S_MAX
 from gymtrio.participants.agent.session import Activation, AgentSession, Completed
-from gymtrio.participants.decoding import Boundary
+from gymtrio.participants.decoding import Boundaries
 from gymtrio.participants.deliveries import Deliveries
 
 LOG: Final = logging.getLogger(__name__)
@@ -59,6 +59,7 @@ class AgentSessions:
         self.tickets = Tickets(changed)
         """Seeds and closes under way."""
         self.deliveries = Deliveries(changed)
+        self._boundaries = Boundaries()
         self._changed = changed
         self._free = free
         self._seeding: dict[str, trio.Event] = {}
@@ -185,7 +186,7 @@ class AgentSessions:
 
         Cancelled: nothing of it runs any more.
         """
-        at = Boundary(f"boundary of session {key}")
+        at = self._boundaries.at(f"boundary of session {key}")
         while True:
             await self.admission.enter(episode_id, epoch=epoch, refuse=refuse)
             session = self._find(episode_id, key)

@@ -107,7 +107,7 @@ class PolicyGate:
             reply = None
             try:
                 with ticket.scope:
-                    if await self._is_admitted(ticket, call):
+                    if await self._is_admitted(ticket, call) and not ticket.retired:
                         answer = await self._answer(ticket, call)
                         if not ticket.retired:
                             reply = await self._leave(ticket, answer)
@@ -202,12 +202,17 @@ class PolicyGate:
             continuation=None if entered.cut is None else entered.cut.continuation,
         )
 
-    async def _leave(self, ticket: Ticket, answer: Exchanged | Refusal) -> PolicyReply:
-        """The reply begins to leave, in the instant in which the gate was found open."""
+    async def _leave(self, ticket: Ticket, answer: Exchanged | Refusal) -> PolicyReply | None:
+        """The reply begins to leave, in the instant in which the gate was found open.
+
+        None: the call was retired while the books were told.
+        """
         assert not self.admission.closed
         self.tickets.leave(ticket)
         if ticket.row is not None:
             await self._keeper.deliver(ticket.model_call_id, ticket.row)
+            if ticket.retired:
+                return None
         done: Callable[[bool], None] = partial(self._done, ticket)
         if isinstance(answer, Refusal):
             return PolicyReply(

@@ -9,6 +9,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from gymtrio.capture.ledger import LedgerRow
 from gymtrio.capture.replies import Route
 from gymtrio.capture.tokens import StagingKey
 from gymtrio.errors import (
@@ -224,6 +225,32 @@ async def test_no_held_reply_leaves_from_the_instant_of_retiring_on(
             policy.policy.refuse([e])
             await caller.ended.wait()
             assert (caller.reply is not None) == had_left
+
+
+async def test_no_reply_leaves_of_a_call_that_is_retired_while_the_books_are_told(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: object
+) -> None:
+    """CTL-5, I10: a worker hears of both in one turn, and its cancellation comes after the answer."""
+    async with open_policy(World()) as policy:
+        told, go = trio.Event(), trio.Event()
+        keeper = policy.policy.gate._keeper
+        deliver = keeper.deliver
+
+        async def from_elsewhere(call_id: str, row: LedgerRow) -> None:
+            told.set()
+            await go.wait()
+            await deliver(call_id, row)
+
+        monkeypatch.setattr(keeper, "deliver", from_elsewhere)
+        caller, live = await policy.begin_live(R, chat("hello"))
+        live.finish.set()
+        await told.wait()
+        go.set()
+        policy.policy.refuse([R])
+        await caller.ended.wait()
+        assert caller.reply is None
+        assert isinstance(caller.error, StaleAttempt)
+        assert policy.policy.ready()
 
 
 async def test_a_client_that_leaves_while_held_costs_nothing(autojump_clock: object) -> None:

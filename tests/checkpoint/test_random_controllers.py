@@ -205,6 +205,13 @@ WRITTEN_OUT: Final[dict[str, list[Step]]] = {
         UNDO_AND_KEEP_THE_ID,
         LetGo("installing"),
     ),
+    "two resumes of one moment wait for what they have stopped": in_turn(
+        ask("prepare"),
+        Shut("exporting"),
+        ask("commit"),
+        [ask("resume"), Again(0)],
+        LetGo("exporting"),
+    ),
     "a forget while the retirement is being cleaned up": in_turn(
         Arrive(R0),
         Work("park", R0),

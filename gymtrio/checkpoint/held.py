@@ -92,10 +92,15 @@ class HeldCheckpoint:
             check_unchanged("renew", self.prepared.incarnations, replies)
         except Failed as failed:
             raise LeaseNotProven(str(failed)) from failed
-        leases_s = [reply.lease_s for reply in replies.values() if reply.lease_s is not None]
-        proven_until = sent_at + min([self._timeout_s, *leases_s]) - margin_s
+        told = {name: r.lease_s for name, r in replies.items() if r.lease_s is not None}
+        held_s, where = min([(self._timeout_s, "all"), *((s, name) for name, s in told.items())])
+        proven_until = sent_at + held_s - margin_s
         if trio.current_time() >= proven_until:
-            raise LeaseNotProven(f"{self.checkpoint_id}: renewal was answered too late")
+            took_s = trio.current_time() - sent_at
+            raise LeaseNotProven(
+                f"{self.checkpoint_id}: the renewal was answered too late, after {took_s:.3f} s: "
+                f"{where} hold for {held_s:.3f} s, less a margin of {margin_s:g} s"
+            )
         return proven_until
 
     async def keep_renewing(self, interval_s: float) -> None:

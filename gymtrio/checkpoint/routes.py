@@ -8,7 +8,6 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import TypeAlias
 
 from quart import Blueprint, Response, request
@@ -23,11 +22,6 @@ from gymtrio.wire.control import CONTROL_PREFIX, STATUS, reply_to_plain
 
 ServeControl: TypeAlias = Callable[[str, bytes], Awaitable[bytes]]
 """Operation (`status` too) and JSON body to the JSON of the reply; raises `Refusal`."""
-
-
-def control_blueprint(control: Control, is_token: Callable[[str], bool]) -> Blueprint:
-    """Make the routes of one participant; see `serving_blueprint`."""
-    return serving_blueprint(partial(serve_control, control), is_token)
 
 
 async def serve_control(control: Control, operation: str, body: bytes) -> bytes:

@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Generic
 
@@ -18,6 +19,7 @@ import trio
 from hypercorn.utils import LifespanFailureError
 
 from gymtrio.background import open_background
+from gymtrio.checkpoint.routes import serve_control
 from gymtrio.context import Receive, Scope, Send
 from gymtrio.errors import GymtrioError, SettingsError, Unavailable
 from gymtrio.serving.asgi import ForeignExchange, Taken, refuse_foreign
@@ -222,8 +224,9 @@ async def open_asgi(
         identity = Identity(kind=server_app.kind.value, instance=name)
         shown = metrics if deployment.metrics else None
         framework: Any = build_framework(identity, not_ready, shown, service.more_metrics)
-        if control is not None:
-            add_control_routes(framework, control, deployment.checkpoint)
+        serve = service.control_elsewhere if control is None else partial(serve_control, control)
+        if serve is not None:
+            add_control_routes(framework, serve, deployment.checkpoint)
         if service.add_routes is not None:
             service.add_routes(framework)
         takes = framework_takes(framework, service.add_routes is not None)

@@ -12,7 +12,7 @@ from gymtrio.checkpoint.archive import Archive
 from gymtrio.checkpoint.control import Control, open_control
 from gymtrio.checkpoint.directory_archive import DirectoryArchive
 from gymtrio.checkpoint.participant import Participant
-from gymtrio.checkpoint.routes import control_blueprint
+from gymtrio.checkpoint.routes import ServeControl, serving_blueprint
 from gymtrio.serving.host import HostPorts
 from gymtrio.settings import CheckpointSettings
 from gymtrio.storage.incarnation import only_incarnation
@@ -65,8 +65,12 @@ async def _archive_on_disk(settings: CheckpointSettings, ports: HostPorts) -> Ar
     return DirectoryArchive(ports.disk, root, ports.randomness)
 
 
-def add_control_routes(app: QuartTrio, control: Control, settings: CheckpointSettings) -> None:
-    """Serve the control plane below its prefix, to whoever has the token (CTL-1, CTL-2)."""
+def add_control_routes(app: QuartTrio, serve: ServeControl, settings: CheckpointSettings) -> None:
+    """Serve the control plane below its prefix, to whoever has the token (CTL-1, CTL-2).
+
+    Args:
+        serve: answers its calls, here or from the process that has it.
+    """
     token = settings.control_auth_token
     assert token is not None, "checked when the deployment was read"
-    app.register_blueprint(control_blueprint(control, token.matches))
+    app.register_blueprint(serving_blueprint(serve, token.matches))

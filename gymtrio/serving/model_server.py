@@ -38,7 +38,6 @@ from gymtrio.serving.ledger_route import add_ledger_route
 from gymtrio.serving.policy_routes import policy_routes
 from gymtrio.serving.policy_worker import (
     WorkerPlace,
-    add_worker_routes,
     forward_control,
     linked,
     metrics_of_coordinator,
@@ -175,11 +174,14 @@ async def _open_worker(
         generation_cuts=settings.checkpoint_generation_cuts,
         part_writer=part_writer(host),
     )
+    assert host.control_token is not None, "checked when the deployment was read"
     async with linked(worker, place, host):
         yield Service(
             routes=policy_routes(worker, settings.model),
             gate=worker.admission,
-            add_routes=partial(add_worker_routes, worker=worker, host=host),
+            add_routes=partial(
+                add_ledger_route, rows_of=worker.link.rows, is_token=host.control_token.matches
+            ),
             control_elsewhere=partial(forward_control, worker, host.wall_clock),
             not_ready=worker.not_ready,
             more_metrics=partial(metrics_of_coordinator, worker),

@@ -9,16 +9,13 @@ import logging
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Final
 
 import attrs
 import trio
-from quart_trio import QuartTrio
 
 from gymtrio.background import open_background
 from gymtrio.checkpoint.directory_archive import DirectoryArchive
-from gymtrio.checkpoint.routes import serving_blueprint
 from gymtrio.errors import HostError, TransportError
 from gymtrio.json_text import load_json
 from gymtrio.limits import DEADLINE_AHEAD_S_MAX
@@ -26,7 +23,6 @@ from gymtrio.participants.policy.link import CONTROL_KIND, METRICS_KIND, WORKER_
 from gymtrio.participants.policy.worker import PolicyWorker
 from gymtrio.ports import WallClock
 from gymtrio.serving.host import S, ServiceHost
-from gymtrio.serving.ledger_route import add_ledger_route
 from gymtrio.serving.workers import COORDINATOR_VARIABLE, WORKER_VARIABLE, instance_of
 from gymtrio.storage.root import CheckpointRoot
 from gymtrio.wire.control import STATUS
@@ -113,16 +109,6 @@ async def _serve(
     raise CoordinatorLost(f"the coordinator is gone ({why}); this worker ends")
 
 
-def add_worker_routes(app: QuartTrio, worker: PolicyWorker, host: ServiceHost[S]) -> None:
-    """The control plane of the server, as if it were here."""
-    assert host.control_token is not None, "checked when the deployment was read"
-    is_token = host.control_token.matches
-    app.register_blueprint(
-        serving_blueprint(partial(forward_control, worker, host.wall_clock), is_token)
-    )
-    add_ledger_route(app, worker.link.rows, is_token)
-
-
 async def forward_control(
     worker: PolicyWorker, wall_clock: WallClock, operation: str, body: bytes
 ) -> bytes:
@@ -148,7 +134,7 @@ def _ahead_s(body: bytes, wall_clock: WallClock) -> float:
     except (ValueError, RecursionError):
         return 0.0
     deadline_ts = plain.get("deadline_ts") if isinstance(plain, dict) else None
-    if not isinstance(deadline_ts, int | float) or deadline_ts > _DEADLINE_TS_MAX:
+    if not isinstance(deadline_ts, int | float) or abs(deadline_ts) > _DEADLINE_TS_MAX:
         return 0.0
     return min(deadline_ts - wall_clock.now_s(), DEADLINE_AHEAD_S_MAX)
 

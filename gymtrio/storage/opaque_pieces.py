@@ -12,7 +12,6 @@ and what they hold goes through `opaque` some hundred items at a time.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Generator, Iterator
 from itertools import islice
@@ -209,6 +208,7 @@ class _Made:
         self.value: dict[str, object] | list[object] = {} if is_dict else []
         self.closing = b"}" if is_dict else b"]"
         self._depth = depth
+        self._decoder = opaque.decoder()
 
     def take(self, text: str) -> tuple[int, bool]:
         """Take the items that are whole in this text.
@@ -216,14 +216,13 @@ class _Made:
         Returns:
             How many characters were taken, and whether they end the container.
         """
-        decoder = opaque.decoder()
         closing = self.closing.decode()
         taken: list[object] = []
         at, divider = 0, ","
         while divider == "," and len(taken) < _TAKEN_MAX:
             try:
                 key, begin = self.key_at(text, at)
-                item, end = decoder.raw_decode(text, begin)
+                item, end = self._decoder.raw_decode(text, begin)
             except ValueError:
                 # Not whole; or a fault, which is found once nothing is taken any more.
                 break
@@ -250,7 +249,7 @@ class _Made:
         """
         if isinstance(self.value, list):
             return "", at
-        key, end = _DECODER.raw_decode(text, at)
+        key, end = self._decoder.raw_decode(text, at)
         if not isinstance(key, str) or text[end : end + 1] != ":":
             raise ValueError("no key")
         return key, end + 1
@@ -262,9 +261,6 @@ class _Made:
             raise _Odd
         else:
             self.value[key] = item
-
-
-_DECODER: Final = json.JSONDecoder()
 
 
 def _piece_at(data: bytes, at: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import attrs
@@ -13,7 +14,7 @@ from quart import typing as quart_typing
 from quart_trio import QuartTrio
 from trio.testing import MockClock
 
-from gymtrio.checkpoint.routes import control_blueprint
+from gymtrio.checkpoint.routes import serve_control, serving_blueprint
 from gymtrio.errors import REFUSALS
 from gymtrio.limits import CONTROL_BODY_BYTES_MAX
 from gymtrio.wire.control import CONTROL_PREFIX, REQUESTS
@@ -39,7 +40,8 @@ class Served:
 async def open_served() -> AsyncIterator[Served]:
     async with open_plane() as plane:
         app = QuartTrio(__name__)
-        app.register_blueprint(control_blueprint(plane.control, lambda text: text == TOKEN))
+        serve = partial(serve_control, plane.control)
+        app.register_blueprint(serving_blueprint(serve, lambda text: text == TOKEN))
         yield Served(plane, app.test_client())
 
 

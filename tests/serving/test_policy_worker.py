@@ -109,7 +109,14 @@ async def test_a_control_call_is_refused_when_the_coordinator_does_not_answer(
 
 
 @pytest.mark.parametrize(
-    "body", [b"no JSON", b"[]", b'{"deadline_ts": 1' + b"0" * 400 + b"}", b"[" * 5_000]
+    "body",
+    [
+        b"no JSON",
+        b"[]",
+        b'{"deadline_ts": 1' + b"0" * 400 + b"}",
+        b'{"deadline_ts": -1' + b"0" * 400 + b"}",
+        b"[" * 5_000,
+    ],
 )
 async def test_what_is_no_control_body_is_refused_by_the_coordinator(
     body: bytes, autojump_clock: object

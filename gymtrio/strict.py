@@ -121,6 +121,22 @@ def _taken_as_it_is(cls: Any) -> frozenset[type]:
     return frozenset({cls}) if cls in _EXACT else frozenset()
 
 
+def is_flat(cls: type) -> bool:
+    """Whether an attrs class needs all of its fields, and takes each by its exact type alone.
+
+    Then whatever compares types exactly may read it in our place.
+    """
+    attrs.resolve_types(cls)
+    return all(
+        field.init
+        and field.alias == field.name
+        and field.default is attrs.NOTHING
+        and field.converter is field.validator is None
+        and _taken_as_it_is(field.type)
+        for field in attrs.fields(cls)
+    )
+
+
 def build_converter() -> cattrs.Converter:
     """Make a converter with our hooks; each user may register unions of its own on it."""
     converter = cattrs.Converter(forbid_extra_keys=True, detailed_validation=True)

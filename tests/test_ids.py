@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from gymtrio.errors import InvalidRolloutId
 from gymtrio.ids import EpisodeId, RolloutId, is_safe_id, parse_capture_key, parse_rollout_id
+from gymtrio.limits import ATTEMPT_MAX
 
 ROLLOUT_IDS = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", fullmatch=True).filter(is_safe_id)
 
@@ -67,7 +68,18 @@ def test_leading_zeros_and_huge_attempts_name_no_attempt() -> None:
 def test_a_restored_episode_is_the_next_attempt() -> None:
     """ID-3."""
     episode_id = EpisodeId(RolloutId("r"), 2)
-    assert episode_id.next_attempt().capture_key == "r-a3" == episode_id.next_capture_key
+    following = episode_id.next_attempt()
+    assert following == EpisodeId(RolloutId("r"), 3)
+    assert following.capture_key == "r-a3"
+    assert episode_id.next_attempt() is following
+
+
+def test_the_last_attempt_has_no_next() -> None:
+    """ID-1: attempts are bounded."""
+    last = EpisodeId(RolloutId("r"), ATTEMPT_MAX)
+    for _ in range(2):
+        with pytest.raises(InvalidRolloutId, match=f"attempt {ATTEMPT_MAX + 1} of 'r': 0.."):
+            last.next_attempt()
 
 
 @given(

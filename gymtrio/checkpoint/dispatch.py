@@ -29,6 +29,7 @@ _OPERATIONS: Final[Mapping[str, Callable[[Control, Any], Awaitable[Reply]]]] = {
 assert _OPERATIONS.keys() == REQUESTS.keys()
 
 _SCOPE: Final = "episode_ids"
+IDS_AT_ONCE: Final = 16
 
 
 def parse_request(operation: str, body: bytes) -> ControlRequest:
@@ -67,7 +68,8 @@ async def read_request(
         slice_ = LoopSlice()
         for value in scope:
             named.append(_named(value, len(named)))
-            if slice_.is_over:
+            # A look at the clock takes a fifth of the time of an id.
+            if not len(named) % IDS_AT_ONCE and slice_.is_over:
                 await slice_.pause()
         changes: dict[str, Any] = {_SCOPE: tuple(named)}
         return attrs.evolve(head, **changes)

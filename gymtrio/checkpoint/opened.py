@@ -11,7 +11,7 @@ from gymtrio.checkpoint.jobs import Job
 from gymtrio.checkpoint.phases import Step, advance
 from gymtrio.episodes.fences import Fences
 from gymtrio.errors import CheckpointConflict, CheckpointError, StaleAttempt
-from gymtrio.ids import CheckpointId, EpisodeId
+from gymtrio.ids import CheckpointId, EpisodeId, keys_of
 from gymtrio.limits import BLOCKERS_LISTED_MAX
 from gymtrio.storage.publication import Publication
 from gymtrio.wire.control import (
@@ -31,12 +31,12 @@ Arguments = tuple[object, ...]
 
 
 def commit_arguments(request: CommitRequest) -> Arguments:
-    scope = None if request.episode_ids is None else frozenset(request.episode_ids)
+    scope = None if request.episode_ids is None else keys_of(request.episode_ids)
     return (request.checkpoint_dir, scope, request.stop)
 
 
 def restore_arguments(request: RestoreRequest) -> Arguments:
-    return (request.checkpoint_dir, frozenset(request.episode_ids), request.execution_epoch)
+    return (request.checkpoint_dir, keys_of(request.episode_ids), request.execution_epoch)
 
 
 def check_replacements(request: RestoreRequest, fences: Fences) -> None:
@@ -44,9 +44,9 @@ def check_replacements(request: RestoreRequest, fences: Fences) -> None:
     Raises:
         StaleAttempt: a replacement was retired before: it would be installed and never be served.
     """
-    refused = [e for e in request.episode_ids if fences.is_next_stale(e)]
+    refused = fences.next_stale(request.episode_ids)
     if refused:
-        named = ", ".join(e.next_capture_key for e in refused[:BLOCKERS_LISTED_MAX])
+        named = ", ".join(e.next_attempt().capture_key for e in refused[:BLOCKERS_LISTED_MAX])
         raise StaleAttempt(f"{named}: retired before it could continue, and not forgotten")
 
 

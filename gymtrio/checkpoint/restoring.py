@@ -30,7 +30,7 @@ async def restore_once(
 
     Cancelled: nothing is installed.
     """
-    restored = tuple(sorted(e.next_capture_key for e in request.episode_ids))
+    restored = tuple(sorted([e.next_attempt().capture_key for e in request.episode_ids]))
     # Thousands are named; what follows need not be in the same slice of the loop (STO-5).
     await trio.lowlevel.checkpoint()
     loaded = await archive.read(

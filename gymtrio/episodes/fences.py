@@ -39,12 +39,13 @@ class Fences:
         Args:
             epoch: None: the restore named none. Then no execution that names one is the current one.
         """
+        refused, executions = self._refused, self._executions
         for episode_id in episode_ids:
             rollout_id, attempt = episode_id.rollout_id, episode_id.attempt
             # Attempts that stand below the mark are refused whatever their epoch: the highest counts.
-            if attempt >= self._refused.get(rollout_id, -1):
-                self._refused[rollout_id] = attempt
-                self._executions[rollout_id] = (attempt + 1, epoch)
+            if attempt >= refused.get(rollout_id, -1):
+                refused[rollout_id] = attempt
+                executions[rollout_id] = (attempt + 1, epoch)
 
     def epoch_of(self, episode_id: EpisodeId, otherwise: str | None = None) -> str | None:
         """The epoch of this attempt's current execution; None: the restore that made it gave none.
@@ -58,9 +59,11 @@ class Fences:
     def is_stale(self, episode_id: EpisodeId) -> bool:
         return episode_id.attempt <= self._refused.get(episode_id.rollout_id, -1)
 
-    def is_next_stale(self, episode_id: EpisodeId) -> bool:
-        """Whether the attempt after this one is refused already."""
-        return episode_id.attempt < self._refused.get(episode_id.rollout_id, -1)
+    def next_stale(self, episode_ids: Iterable[EpisodeId]) -> list[EpisodeId]:
+        """Those of which the attempt after this one is refused already."""
+        if not self._refused:
+            return []
+        return [e for e in episode_ids if e.attempt < self._refused.get(e.rollout_id, -1)]
 
     def check(self, episode_id: EpisodeId, epoch: str | None = None) -> None:
         """

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 from gymtrio.checkpoint.participant import Settling
 from gymtrio.episodes.admission import Admission
 from gymtrio.episodes.signal import Signal
-from gymtrio.errors import InvalidCheckpointState
 from gymtrio.ids import CaptureKey, EpisodeId, RolloutId
 from gymtrio.storage.records import Record
-from gymtrio.strict import MalformedValue
-from gymtrio.wire.codec import pack, unpack
+from gymtrio.wire.codec import pack
 from gymtrio.wire.control import Kind
-
-T = TypeVar("T")
 
 
 class ParticipantBase:
@@ -57,15 +53,3 @@ class ParticipantBase:
 def make_record(episode_id: EpisodeId, content: object) -> Record:
     """Encode a participant's record (an attrs value whose opaque state is bytes)."""
     return Record(episode_id, pack(content))
-
-
-def read_record(cls: type[T], record: Record) -> tuple[EpisodeId, T]:
-    """Decode a record strictly.
-
-    Raises:
-        InvalidCheckpointState: it does not hold what it must; the detail names its episode.
-    """
-    try:
-        return record.episode_id, unpack(cls, record.payload)
-    except MalformedValue as error:
-        raise InvalidCheckpointState(f"record of {record.episode_id}: {error}") from None

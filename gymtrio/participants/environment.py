@@ -36,7 +36,13 @@ from gymtrio.errors import CheckpointConflict, InvalidCheckpointState, InvalidPh
 from gymtrio.ids import CaptureKey, EpisodeId, RolloutId
 from gymtrio.limits import BLOCKERS_LISTED_MAX
 from gymtrio.participants.base import ParticipantBase, make_record
-from gymtrio.participants.decoding import Boundaries, Boundary, Slices, decode_records
+from gymtrio.participants.decoding import (
+    ITEMS_AT_ONCE,
+    Boundaries,
+    Boundary,
+    Slices,
+    decode_records,
+)
 from gymtrio.participants.deliveries import Deliveries
 from gymtrio.participants.restored import Restored
 from gymtrio.participants.results import Result, Results, last_boundary, outcome_of
@@ -352,12 +358,13 @@ class EnvironmentParticipant(ParticipantBase):
         *,
         execution_epoch: str | None = None,
     ) -> None:
+        read = await decode_records(EnvironmentRecord, records)
         entries: Restored[EnvironmentRecord] = Restored()
         slices = Slices()
-        for episode_id, record in await decode_records(EnvironmentRecord, records):
-            entries.put_one(episode_id.next_attempt(), record)
-            if slices.is_over:
-                await slices.pause()
+        for begin in range(0, len(read), ITEMS_AT_ONCE):
+            some = read[begin : begin + ITEMS_AT_ONCE]
+            entries.put((episode_id.next_attempt(), record) for episode_id, record in some)
+            await slices.turn()
         self.check_installable()
         # One instant from here on.
         self.admission.supersede(scope, execution_epoch)

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from heapq import nsmallest
 from operator import itemgetter
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from gymtrio.ids import CaptureKey, EpisodeId, RolloutId
 
 T = TypeVar("T")
+
+_NOTHING: Final = (None, None)
 
 
 class Restored(Generic[T]):
@@ -22,43 +24,46 @@ class Restored(Generic[T]):
 
     def __init__(self) -> None:
         # By rollout, so that retiring thousands does not scan thousands for each.
-        self._entries: dict[RolloutId, dict[EpisodeId, T]] = {}
+        self._entries: dict[RolloutId, dict[int, tuple[EpisodeId, T]]] = {}
+        """By attempt."""
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
     def __contains__(self, episode_id: EpisodeId) -> bool:
-        return episode_id in self._entries.get(episode_id.rollout_id, {})
+        return episode_id.attempt in self._entries.get(episode_id.rollout_id, {})
 
     def __iter__(self) -> Iterator[tuple[EpisodeId, T]]:
         """In order of rollout and attempt."""
         for rollout_id in sorted(self._entries):
-            attempts = self._entries[rollout_id].items()
+            attempts = self._entries[rollout_id]
             # An export asks for thousands in one instant, and nearly all are the only one.
-            yield from attempts if len(attempts) == 1 else sorted(attempts, key=itemgetter(0))
+            if len(attempts) == 1:
+                yield from attempts.values()
+            else:
+                yield from sorted(attempts.values(), key=itemgetter(0))
 
     def waiting(self, count_max: int | None = None) -> list[str]:
         """Sorted capture keys, for status: all, or the first of them."""
         keys = (
-            episode_id.capture_key for attempts in self._entries.values() for episode_id in attempts
+            episode_id.capture_key
+            for attempts in self._entries.values()
+            for episode_id, _ in attempts.values()
         )
         return sorted(keys) if count_max is None else nsmallest(count_max, keys)
 
     def put(self, entries: Iterable[tuple[EpisodeId, T]]) -> None:
         """Add entries under their replacement attempts, in one instant."""
-        for episode_id, value in entries:
-            self.put_one(episode_id, value)
+        for entry in entries:
+            episode_id = entry[0]
+            attempts = self._entries.setdefault(episode_id.rollout_id, {})
+            self._count += episode_id.attempt not in attempts
+            attempts[episode_id.attempt] = entry
 
     def put_one(self, episode_id: EpisodeId, value: T) -> None:
         """Add an entry under its replacement attempt."""
-        attempts = self._entries.get(episode_id.rollout_id)
-        if attempts is None:
-            self._entries[episode_id.rollout_id] = {episode_id: value}
-            self._count += 1
-        else:
-            self._count += episode_id not in attempts
-            attempts[episode_id] = value
+        self.put([(episode_id, value)])
 
     def put_all(self, others: Restored[T]) -> None:
         """Add what was gathered elsewhere, which is given away; at once when nothing is here."""
@@ -68,14 +73,15 @@ class Restored(Generic[T]):
             self._entries, self._count = others._entries, others._count
 
     def peek(self, episode_id: EpisodeId) -> T | None:
-        return self._entries.get(episode_id.rollout_id, {}).get(episode_id)
+        _, value = self._entries.get(episode_id.rollout_id, {}).get(episode_id.attempt, _NOTHING)
+        return value
 
     def claim(self, episode_id: EpisodeId) -> T | None:
         """Hand an entry out, or None: there is none for this attempt."""
         attempts = self._entries.get(episode_id.rollout_id, {})
-        if episode_id not in attempts:
+        if episode_id.attempt not in attempts:
             return None
-        value = attempts.pop(episode_id)
+        _, value = attempts.pop(episode_id.attempt)
         self._count -= 1
         if not attempts:
             del self._entries[episode_id.rollout_id]
@@ -92,8 +98,8 @@ class Restored(Generic[T]):
 
     def drop_up_to(self, episode_id: EpisodeId) -> list[T]:
         """Remove the entries of this rollout up to this attempt: they were retired."""
-        attempts = self._entries.get(episode_id.rollout_id, {})
-        return self.drop(each for each in attempts if each.attempt <= episode_id.attempt)
+        attempts = self._entries.get(episode_id.rollout_id, {}).values()
+        return self.drop(each for each, _ in attempts if each.attempt <= episode_id.attempt)
 
     def outside(self, scope: frozenset[CaptureKey] | None) -> list[EpisodeId]:
         """The attempts that a commit of this scope leaves out."""

@@ -7,8 +7,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from itertools import chain
+from operator import attrgetter
 
 import attrs
 
@@ -29,19 +31,18 @@ class LoadedCheckpoint:
     """A verified checkpoint of one participant, reduced to a scope."""
 
     manifest: Manifest
-    sections: Mapping[str | None, Mapping[CaptureKey, Record]]
-    """The records of each section; of parts without one, under None."""
+    sections: Mapping[str | None, Sequence[Record]]
+    """The records of each section, of each episode at most one; of parts without one, under None."""
 
     @property
     def records(self) -> Mapping[CaptureKey, Record]:
         """Those of a checkpoint whose parts have no sections."""
         assert self.sections.keys() <= {None}
-        return self.sections.get(None, {})
+        return {record.episode_id.capture_key: record for record in self.sections.get(None, ())}
 
     def every_record(self) -> list[Record]:
         """Those of all sections, in order of capture key; one episode may have several."""
-        found = [record for records in self.sections.values() for record in records.values()]
-        return sorted(found, key=lambda record: record.episode_id.capture_key)
+        return sorted(chain(*self.sections.values()), key=attrgetter("episode_id.capture_key"))
 
 
 async def read_checkpoint(
@@ -75,7 +76,7 @@ async def read_checkpoint(
                 raise InvalidCheckpointState(
                     f"{where}/{MANIFEST_NAME}: {name} is {found!r} where {wanted!r} was asked for"
                 )
-        sections: dict[str | None, dict[CaptureKey, Record]] = {}
+        sections: dict[str | None, list[Record]] = {}
         seen: defaultdict[str | None, set[str]] = defaultdict(set)
         for part in manifest.parts:
             path = f"{where}/{part.file}"
@@ -83,7 +84,7 @@ async def read_checkpoint(
                 manifest.identity, scope=scope, where=path, seen=seen[part.section]
             )
             await _verify_part(stored, part, decoder, path)
-            await _collect(stored, decoder, sections.setdefault(part.section, {}))
+            await _collect(stored, decoder, sections.setdefault(part.section, []))
         return LoadedCheckpoint(manifest, sections)
 
 
@@ -111,14 +112,14 @@ async def _verify_part(
 
 
 async def _collect(
-    stored: Held[StoredCheckpoint], decoder: PartDecoder, records: dict[CaptureKey, Record]
+    stored: Held[StoredCheckpoint], decoder: PartDecoder, records: list[Record]
 ) -> None:
-    records.update(decoder.records)
+    records += decoder.records
     for episode_id, chunks in decoder.large.items():
         # The interpreter lets go of its lock while it joins what is large.
         payload = await stored.run(partial(_join, chunks))
         chunks.clear()
-        records[episode_id.capture_key] = Record(episode_id, payload)
+        records.append(Record(episode_id, payload))
 
 
 def _join(chunks: list[bytes], _: StoredCheckpoint) -> bytes:

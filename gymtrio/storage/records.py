@@ -16,8 +16,8 @@ A part is a sequence of frames of the wire's codec:
 from __future__ import annotations
 
 import struct
-from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Final, NamedTuple, NoReturn, TypeVar
 
 import attrs
@@ -42,6 +42,7 @@ _MORE: Final = 3
 _END: Final = 4
 
 _RECORD_HEAD: Final = struct.Struct(">BI")
+_RECORD_HEAD_BYTES: Final = _RECORD_HEAD.size
 _KEY_BYTES_MAX: Final = 255
 _FRAME_BYTES_MAX: Final = _RECORD_HEAD.size + _KEY_BYTES_MAX + RECORD_CHUNK_BYTES
 
@@ -58,6 +59,10 @@ class Record(NamedTuple):
     """The attempt that was checkpointed."""
     payload: bytes
     """Opaque here; whoever made it knows its form."""
+
+
+_new: Final = tuple.__new__
+"""Half the time of the class's own making."""
 
 
 @attrs.frozen(kw_only=True)
@@ -158,7 +163,7 @@ class PartDecoder:
         where: str,
         seen: set[str] | None = None,
     ) -> None:
-        self.records: dict[CaptureKey, Record] = {}
+        self.records: list[Record] = []
         """Those of the scope that came in one piece."""
         self.large: dict[EpisodeId, list[bytes]] = {}
         """The others, in chunks: joining them is for a thread."""
@@ -171,10 +176,12 @@ class PartDecoder:
         self._where = where
         self._seen: set[str] = set() if seen is None else seen
         self._frames = FrameDecoder(payload_bytes_max=_FRAME_BYTES_MAX)
-        self._waiting: deque[Frame] = deque()
+        self._waiting: Iterator[Frame] = iter(())
         """Frames of the chunk that is there; found together, since there are thousands."""
         self._offset_bytes = 0
         self._head_seen = False
+        self._between_records = False
+        """The next frame may be a record."""
         self._unfinished: _Unfinished | None = None
         self._end: PartEnd | None = None
 
@@ -183,17 +190,21 @@ class PartDecoder:
 
     def advance(self, frames_max: int = FRAMES_AT_ONCE) -> bool:
         """Take some frames, as far as they are whole; False: it needs more bytes."""
-        if not self._waiting:
+        some = list(islice(self._waiting, frames_max))
+        if not some:
             try:
-                self._waiting.extend(self._frames.whole_frames())
+                self._waiting = iter(self._frames.whole_frames())
             except FrameError as error:
                 self._refuse(str(error))
-        count = min(frames_max, len(self._waiting))
-        for _ in range(count):
-            frame = self._waiting.popleft()
-            self._take(frame)
-            self._offset_bytes += HEADER_BYTES + len(frame.payload)
-        return count > 0
+            some += islice(self._waiting, frames_max)
+        for frame in some:
+            frame_type, payload = frame
+            if frame_type == _RECORD and self._between_records:
+                self._take_record(payload)
+            else:
+                self._take(frame)
+            self._offset_bytes += HEADER_BYTES + len(payload)
+        return bool(some)
 
     def _take(self, frame: Frame) -> None:
         if self._end is not None:
@@ -202,8 +213,6 @@ class PartDecoder:
             self._take_head(frame)
         elif self._unfinished is not None:
             self._take_more(self._unfinished, frame)
-        elif frame.type == _RECORD:
-            self._take_record(frame.payload)
         elif frame.type == _END:
             self._take_end(frame)
         else:
@@ -211,7 +220,7 @@ class PartDecoder:
 
     def finish(self) -> None:
         """Say that there are no more bytes."""
-        if self._end is None or self._waiting or self._frames.pending_bytes:
+        if self._end is None or any(self._waiting) or self._frames.pending_bytes:
             self._refuse("it ends before its end: truncated")
 
     def _take_head(self, frame: Frame) -> None:
@@ -226,16 +235,16 @@ class PartDecoder:
             if found != value:
                 shown = found[:ID_CHARACTERS_MAX]
                 self._refuse(f"{name} {shown!r} where the manifest has {value!r}")
-        self._head_seen = True
+        self._head_seen = self._between_records = True
 
     def _take_record(self, payload: bytes) -> None:
-        if len(payload) < _RECORD_HEAD.size:
+        if len(payload) < _RECORD_HEAD_BYTES:
             self._refuse("a record shorter than its head")
         key_bytes, payload_bytes = _RECORD_HEAD.unpack_from(payload)
-        begin = _RECORD_HEAD.size + key_bytes
+        begin = _RECORD_HEAD_BYTES + key_bytes
         if len(payload) < begin:
             self._refuse("a record shorter than its key")
-        key = payload[_RECORD_HEAD.size : begin].decode("ascii", "backslashreplace")
+        key = payload[_RECORD_HEAD_BYTES:begin].decode("ascii", "backslashreplace")
         if key in self._seen:
             self._refuse(f"episode {key} is in it twice")
         self._seen.add(key)
@@ -249,7 +258,8 @@ class PartDecoder:
         if missing_bytes:
             self._continue(_Unfinished(key, missing_bytes, [payload[begin:]] if wanted else None))
         elif wanted:
-            self._keep(key, [payload[begin:]])
+            episode_id = self._ids.get(key) or self._id_of(key)
+            self.records.append(_new(Record, (episode_id, payload[begin:])))
 
     def _take_more(self, unfinished: _Unfinished, frame: Frame) -> None:
         if frame.type != _MORE or not frame.payload:
@@ -262,30 +272,26 @@ class PartDecoder:
     def _continue(self, unfinished: _Unfinished) -> None:
         if unfinished.missing_bytes < 0:
             self._refuse(f"episode {unfinished.key}: longer than announced")
+        self._between_records = not unfinished.missing_bytes
         if unfinished.missing_bytes:
             self._unfinished = unfinished
             return
         self._unfinished = None
         if unfinished.chunks is not None:
-            self._keep(unfinished.key, unfinished.chunks)
+            self.large[self._id_of(unfinished.key)] = unfinished.chunks
 
-    def _keep(self, key: str, chunks: list[bytes]) -> None:
-        episode_id = self._ids.get(key)
-        if episode_id is None:
-            try:
-                episode_id = parse_capture_key(key)
-            except InvalidRolloutId as error:
-                self._refuse(error.detail)
-        if len(chunks) == 1:
-            self.records[CaptureKey(key)] = Record(episode_id, chunks[0])
-        else:
-            self.large[episode_id] = chunks
+    def _id_of(self, key: str) -> EpisodeId:
+        try:
+            return self._ids.get(key) or parse_capture_key(key)
+        except InvalidRolloutId as error:
+            self._refuse(error.detail)
 
     def _take_end(self, frame: Frame) -> None:
         end = self._unpack(PartEnd, frame)
         if end.record_count != self.record_count:
             self._refuse(f"{self.record_count} records where its end says {end.record_count}")
         self._end = end
+        self._between_records = False
 
     def _unpack(self, cls: type[_T], frame: Frame) -> _T:
         try:

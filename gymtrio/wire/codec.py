@@ -1,4 +1,4 @@
-"""Messages to bytes and back: the only module that knows msgpack.
+"""Messages to bytes and back: the only module that knows MessagePack.
 
 Closed messages are attrs classes. Inside a frame they are msgpack maps; over HTTP they are JSON
 objects: two encodings of one definition. Opaque state is a `bytes` field and stays bytes.
@@ -9,18 +9,25 @@ Evolution: new fields have defaults; a field is never retyped, a name never reus
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from typing import Any, Final, TypeAlias, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Final, TypeAlias, TypeVar, cast
 
+import attrs
 import msgpack
+import msgspec
 
 from gymtrio.json_text import dump_finite_json, is_as_written, load_json
 from gymtrio.limits import FRAME_NESTING_MAX
-from gymtrio.strict import MalformedValue, describe, structure, unstructure
+from gymtrio.strict import MalformedValue, describe, is_flat, structure, unstructure
 
 T = TypeVar("T")
 
 PlainItem: TypeAlias = "None | bool | int | float | str | bytes | Sequence[PlainItem]"
+
+_SHORT_MAP: Final = 0x80
+"""First byte of a msgpack map of up to 15 fields, whose low half is their number."""
+_SHORT_MAP_FIELDS_MAX: Final = 15
 
 _PLAIN: Final = frozenset({type(None), bool, int, float, str, bytes})
 _PACKER: Final[Any] = msgpack.Packer()
@@ -91,6 +98,31 @@ def unpack(cls: type[T], data: bytes) -> T:
         MalformedValue: not msgpack, an extension type, too deep, or not a `cls`.
     """
     return structure(cls, unpack_plain(data))
+
+
+def unpacker_of(cls: type[T]) -> Callable[[bytes], T]:
+    """`unpack` of one class that is read by the thousand.
+
+    A flat class is read by msgspec, which takes an eighth of the time: it compares types as exactly as
+    we do, and refuses all that msgpack refuses. Two things are left to us. Fields that it does not know
+    it would skip; but where all are required, and as many are announced as there are, there are no
+    others. And what it refuses is read again, for the path of the fault.
+    """
+    fields = len(attrs.fields(cast("type[Any]", cls)))
+    if fields > _SHORT_MAP_FIELDS_MAX or not is_flat(cls):
+        return partial(unpack, cls)
+    head = _SHORT_MAP | fields
+    decode = msgspec.msgpack.Decoder(cls).decode
+
+    def unpack_flat(data: bytes) -> T:
+        try:
+            if data[0] == head:
+                return decode(data)
+        except (msgspec.MsgspecError, ValueError, IndexError):
+            pass
+        return unpack(cls, data)
+
+    return unpack_flat
 
 
 def unpack_plain(data: bytes) -> object:

@@ -64,6 +64,9 @@ def _check_restorable(instance: object, attribute: attrs.Attribute[Any], value: 
     _check_scope(instance, attribute, value)
     if not isinstance(value, tuple):
         return
+    # Thousands are named, nearly always each rollout once.
+    if len({episode_id.rollout_id for episode_id in value}) == len(value):
+        return
     named: dict[RolloutId, EpisodeId] = {}
     for episode_id in value:
         other = named.setdefault(episode_id.rollout_id, episode_id)

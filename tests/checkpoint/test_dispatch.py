@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import trio
 
-from gymtrio.checkpoint.dispatch import parse_request, read_request
+from gymtrio.checkpoint.dispatch import IDS_AT_ONCE, parse_request, read_request
 from gymtrio.ids import CheckpointId, EpisodeId, RolloutId
 from gymtrio.storage import slices
 from gymtrio.wire.codec import to_json
@@ -41,10 +41,11 @@ async def test_a_scope_is_read_in_slices(monkeypatch: pytest.MonkeyPatch) -> Non
             await trio.lowlevel.checkpoint()
             passes += 1
 
-    body = to_json(CommitRequest(**BASE, checkpoint_dir="d", episode_ids=IDS))
+    named = IDS * 20
+    body = to_json(CommitRequest(**BASE, checkpoint_dir="d", episode_ids=named))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(count_passes)
         await read_request("commit", body)
         nursery.cancel_scope.cancel()
-    # One slice per id; the first and the last may share a pass with the start and the end.
-    assert passes >= len(IDS) - 2
+    # One slice per handful; the first and the last may share a pass with the start and the end.
+    assert passes >= len(named) // IDS_AT_ONCE - 2

@@ -14,9 +14,10 @@ import trio
 from gymtrio.checkpoint.participant import Export, Settling
 from gymtrio.errors import GymtrioError, InvalidPhase
 from gymtrio.ids import CaptureKey, EpisodeId, RolloutId
-from gymtrio.participants.base import ParticipantBase, make_record, read_record
+from gymtrio.participants.base import ParticipantBase, make_record
 from gymtrio.participants.restored import Restored
 from gymtrio.storage.records import Record
+from gymtrio.wire.codec import unpack
 from gymtrio.wire.control import Kind, Report
 from tests.helpers.memory_archive import Door
 
@@ -119,7 +120,7 @@ class ScriptedParticipant(ParticipantBase):
         *,
         execution_epoch: str | None = None,
     ) -> None:
-        read = [read_record(ScriptedRecord, record) for record in records]
+        read = [(record.episode_id, unpack(ScriptedRecord, record.payload)) for record in records]
         await self.installing.pass_through()
         self._maybe_fail("install")
         self.admission.supersede(scope, execution_epoch)

@@ -47,11 +47,8 @@ def decode(
         while decoder.advance():
             pass
     decoder.finish()
-    large = {
-        episode_id.capture_key: Record(episode_id, b"".join(chunks))
-        for episode_id, chunks in decoder.large.items()
-    }
-    return decoder.records | large
+    large = [Record(episode_id, b"".join(chunks)) for episode_id, chunks in decoder.large.items()]
+    return keyed([*decoder.records, *large])
 
 
 PAYLOADS = st.lists(st.binary(max_size=200), max_size=6)

@@ -521,7 +521,7 @@ async def test_an_episode_may_be_in_two_sections_and_is_read_from_both(
     assert written.episodes == ("r0", "r1-a1", "r2")
     loaded = await load(disk, place())
     assert loaded.manifest.schema_version == 2
-    assert loaded.sections == {name: keyed(share) for name, share in shares.items()}
+    assert loaded.sections == shares
     assert [r.episode_id.capture_key for r in loaded.every_record()] == [
         *("r0", "r0"),
         *("r1-a1", "r1-a1"),

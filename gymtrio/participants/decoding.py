@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableSequence
+from collections.abc import Callable, MutableSequence
 from typing import Final, TypeVar
 
 import trio
@@ -100,16 +100,29 @@ async def decode_records(
         InvalidCheckpointState: one does not hold what it must; the detail names its episode.
     """
     read: list[tuple[EpisodeId, T]] = []
+    await decode_into(read.extend, cls, records)
+    return read
+
+
+async def decode_into(
+    take: Callable[[list[tuple[EpisodeId, T]]], None],
+    cls: type[T],
+    records: MutableSequence[Record],
+) -> None:
+    """As `decode_records`, a handful at a time; `take` may keep the list that it is given."""
     slices = Slices()
     await trio.lowlevel.checkpoint()
     content_of = unpacker_of(cls)
     records.reverse()
+    some: list[tuple[EpisodeId, T]] = []
     while records:
         episode_id, payload = records.pop()
         try:
-            read.append((episode_id, content_of(payload)))
+            some.append((episode_id, content_of(payload)))
         except MalformedValue as error:
             raise InvalidCheckpointState(f"record of {episode_id}: {error}") from None
-        if len(payload) > READ_AHEAD_BYTES or not len(read) % ITEMS_AT_ONCE:
+        if len(some) == ITEMS_AT_ONCE or len(payload) > READ_AHEAD_BYTES:
+            take(some)
+            some = []
             await slices.turn()
-    return read
+    take(some)

@@ -37,11 +37,10 @@ from gymtrio.ids import CaptureKey, EpisodeId, RolloutId
 from gymtrio.limits import BLOCKERS_LISTED_MAX
 from gymtrio.participants.base import ParticipantBase, make_record
 from gymtrio.participants.decoding import (
-    ITEMS_AT_ONCE,
     Boundaries,
     Boundary,
     Slices,
-    decode_records,
+    decode_into,
 )
 from gymtrio.participants.deliveries import Deliveries
 from gymtrio.participants.restored import Restored
@@ -358,13 +357,12 @@ class EnvironmentParticipant(ParticipantBase):
         *,
         execution_epoch: str | None = None,
     ) -> None:
-        read = await decode_records(EnvironmentRecord, records)
         entries: Restored[EnvironmentRecord] = Restored()
-        slices = Slices()
-        for begin in range(0, len(read), ITEMS_AT_ONCE):
-            some = read[begin : begin + ITEMS_AT_ONCE]
-            entries.put((episode_id.next_attempt(), record) for episode_id, record in some)
-            await slices.turn()
+
+        def take(some: list[tuple[EpisodeId, EnvironmentRecord]]) -> None:
+            entries.put([(episode_id.next_attempt(), record) for episode_id, record in some])
+
+        await decode_into(take, EnvironmentRecord, records)
         self.check_installable()
         # One instant from here on.
         self.admission.supersede(scope, execution_epoch)

@@ -17,7 +17,7 @@ import attrs
 import trio
 
 from gymtrio.context import ROLLOUT_PREFIX, RolloutContext, current_context
-from gymtrio.errors import InvalidRequest, PeerRefused, SettingsError, TransportError
+from gymtrio.errors import InvalidRequest, PeerRefused, Refusal, SettingsError, TransportError
 from gymtrio.json_text import dump_json
 from gymtrio.limits import DATA_BODY_BYTES_MAX, DEADLINE_AHEAD_S_MAX
 from gymtrio.serving.http import (
@@ -42,7 +42,7 @@ NO_REPLY: Final = "no reply before the deadline"
 
 _PLAIN_TARGET: Final = re.compile(r"[-A-Za-z0-9._~/:?=&]*")
 """Most targets, which need no second look."""
-_JSON_ONLY: Final[Headers] = ((b"content-type", b"application/json"),)
+JSON_ONLY: Final[Headers] = ((b"content-type", b"application/json"),)
 _ERROR_SHOWN_CHARACTERS_MAX: Final = 500
 
 
@@ -187,6 +187,24 @@ class Incoming(Protocol):
             TransportError: the connection ended before the body was whole.
         """
         ...
+
+
+class RefusedHere:
+    """An `Incoming` that answers in place of the server, which was not asked or did not answer."""
+
+    def __init__(self, status: int, body: bytes) -> None:
+        self.status = status
+        self.headers: Headers = JSON_ONLY
+        self._body = body
+
+    @classmethod
+    def by(cls, refusal: Refusal) -> RefusedHere:
+        return cls(refusal.status, dump_json(refusal.body()))
+
+    async def receive_some(self) -> bytes:
+        await trio.lowlevel.checkpoint()
+        body, self._body = self._body, b""
+        return body
 
 
 class Transport(Protocol):
@@ -508,12 +526,12 @@ def _headers(
     epoch: str | None,
 ) -> Headers:
     if is_json and epoch is None and not headers and not cookies and idempotency_key is None:
-        return _JSON_ONLY
+        return JSON_ONLY
     made = list(as_headers(headers)) if headers else []
     if cookies:
         made.append(cookie_header(cookies))
     if is_json:
-        made += _JSON_ONLY
+        made += JSON_ONLY
     if idempotency_key is not None:
         made.append((b"idempotency-key", idempotency_key.encode("ascii")))
     if epoch is not None:

@@ -67,7 +67,7 @@ _NAME: Final = re.compile(rb"[-!#$%&'*+.^_`|~0-9a-z]+")
 _NOT_IN_A_VALUE: Final = b"\0\n\v\f\r"
 """As in h11. Taking them out and looking at the length costs less than a pattern does."""
 
-_AUTHORIZATION: Final = b"authorization"
+_ONCE: Final = (b"authorization", b"host")
 _FRAMING: Final = frozenset({b"connection", b"content-length", b"transfer-encoding"})
 _NOTHING: Final[frozenset[bytes]] = frozenset()
 
@@ -119,9 +119,11 @@ def decode_request(head: bytes) -> tuple[str, str, Headers]:
         checked = _checked(headers, _FRAMING)
     except MalformedValue as error:
         raise BadRequest(str(error)) from None
-    if len(checked) > 1 and head.count(_AUTHORIZATION) > 1 and _authorizations(checked) > 1:
-        # As over HTTP: two readers could take different ones.
-        raise BadRequest("two authorizations")
+    if len(checked) > 1:
+        for name in _ONCE:
+            if head.count(name) > 1 and sum(each == name for each, _ in checked) > 1:
+                # As over HTTP: two readers could take different ones.
+                raise BadRequest(f"two {name.decode('ascii')}s")
     return method, target, checked
 
 
@@ -211,7 +213,3 @@ def _checked(headers: object, not_these: frozenset[bytes]) -> Headers:
 def _is_target(text: str) -> bool:
     # Half of what a pattern takes; of ASCII, what is printable and no space is what h11 takes.
     return bool(text) and text.isascii() and text.isprintable() and " " not in text
-
-
-def _authorizations(headers: Headers) -> int:
-    return sum(name == _AUTHORIZATION for name, _ in headers)

@@ -28,6 +28,7 @@ from gymtrio.background import open_background
 from gymtrio.errors import HostError, TransportError
 from gymtrio.json_text import dump_json
 from gymtrio.serving.client import (
+    JSON_ONLY,
     NO_REPLY,
     CallTimedOut,
     ClientSettings,
@@ -35,6 +36,7 @@ from gymtrio.serving.client import (
     Lane,
     Origin,
     Outgoing,
+    RefusedHere,
     WholeReply,
 )
 from gymtrio.serving.deployment import TCP_SCHEME, parse_bind
@@ -45,7 +47,7 @@ from gymtrio.serving.frames_head import (
     decode_reply,
     encode_request,
 )
-from gymtrio.serving.http import JSON_CONTENT_TYPE, Headers
+from gymtrio.serving.http import Headers
 from gymtrio.serving.pool import Pool, PoolStatistics
 from gymtrio.settings import Secret
 from gymtrio.strict import MalformedValue
@@ -59,8 +61,6 @@ from gymtrio.wire.unix import connect_unix
 
 SHUNNED_S: Final = 1.0
 """A worker that died is replaced within about this."""
-
-_ERROR_HEADERS: Final[Headers] = ((b"content-type", JSON_CONTENT_TYPE.encode("ascii")),)
 
 
 class _NobodyThere(TransportError):
@@ -307,7 +307,7 @@ async def _whole_reply(
     try:
         head = encode_request(outgoing.method, outgoing.target, outgoing.headers)
     except HeadersTooLarge as refusal:
-        return WholeReply(refusal.status, _ERROR_HEADERS, dump_json(refusal.body()))
+        return WholeReply(refusal.status, JSON_ONLY, dump_json(refusal.body()))
     body = outgoing.body
     try:
         channel = line.open_channel or await _by(deadline, line.channel)
@@ -321,7 +321,7 @@ async def _whole_reply(
     except ChannelRefused as refused:
         if refused.code == BROKEN_OFF:
             raise _cut_short(refused) from refused
-        return WholeReply(refused.status, _ERROR_HEADERS, _error_body(refused))
+        return WholeReply(refused.status, JSON_ONLY, _error_body(refused))
     except CallOverdue:
         raise CallTimedOut(NO_REPLY) from None
     status, headers = _decoded(origin, reply.head)
@@ -330,11 +330,11 @@ async def _whole_reply(
 
 async def _entered(
     stack: AsyncExitStack, line: _Taken, origin: Origin, outgoing: Outgoing, control: bool
-) -> _Reply | _Refused:
+) -> _Reply | RefusedHere:
     try:
         head = encode_request(outgoing.method, outgoing.target, outgoing.headers)
     except HeadersTooLarge as refusal:
-        return _Refused(refusal.status, dump_json(refusal.body()))
+        return RefusedHere.by(refusal)
 
     async def enter(channel: Channel) -> OpenCall:
         call = channel.exchange(KIND, head, outgoing.body, control=control)
@@ -348,7 +348,7 @@ async def _entered(
                 raise
             call = await enter(await line.channel())
     except ChannelRefused as refused:
-        return _Refused(refused.status, _error_body(refused))
+        return RefusedHere(refused.status, _error_body(refused))
     return _Reply(origin, call)
 
 
@@ -398,20 +398,6 @@ class _Reply:
             return await self._call.receive_some()
         except ChannelRefused as refused:
             raise _cut_short(refused) from refused
-
-
-class _Refused:
-    """What a side of the channel answered in place of the application."""
-
-    def __init__(self, status: int, body: bytes) -> None:
-        self.status = status
-        self.headers = _ERROR_HEADERS
-        self._body = body
-
-    async def receive_some(self) -> bytes:
-        await trio.lowlevel.checkpoint()
-        body, self._body = self._body, b""
-        return body
 
 
 @asynccontextmanager

@@ -27,8 +27,8 @@ import trio
 from gymtrio.background import open_background
 from gymtrio.errors import TransportError
 from gymtrio.ports import Connector
-from gymtrio.serving.client import ClientSettings, Incoming, Lane, Origin, Outgoing
-from gymtrio.serving.http import Headers
+from gymtrio.serving.client import ClientSettings, Incoming, Lane, Origin, Outgoing, RefusedHere
+from gymtrio.serving.http import BadRequest, Headers
 
 RECEIVE_BYTES: Final = 65536
 HEAD_BYTES_MAX: Final = 65536
@@ -54,6 +54,17 @@ class _Ended(Exception):
         self.reply_begun = reply_begun
 
 
+def _head(outgoing: Outgoing, origin: Origin) -> h11.Request:
+    """
+    Raises:
+        h11.LocalProtocolError: it holds what no request may.
+    """
+    headers = [(b"host", str(origin).encode("ascii")), *outgoing.headers]
+    if outgoing.body or outgoing.method not in {"GET", "HEAD", "DELETE", "OPTIONS"}:
+        headers.append((b"content-length", b"%d" % len(outgoing.body)))
+    return h11.Request(method=outgoing.method, target=outgoing.target, headers=headers)
+
+
 class _Connection:
     """One stream with its protocol state; the `Incoming` of the exchange that holds it."""
 
@@ -67,17 +78,13 @@ class _Connection:
         self.headers: Headers = ()
         self.idle_since = 0.0
 
-    async def start(self, outgoing: Outgoing, origin: Origin) -> None:
+    async def start(self, request: h11.Request, outgoing: Outgoing) -> None:
         """Send the request and receive the head of its reply.
 
         Raises:
             _Ended: the peer closed the connection, or does not speak HTTP.
         """
         self._reply_begun = self._whole = False
-        headers = [(b"host", str(origin).encode("ascii")), *outgoing.headers]
-        if outgoing.body or outgoing.method not in {"GET", "HEAD", "DELETE", "OPTIONS"}:
-            headers.append((b"content-length", b"%d" % len(outgoing.body)))
-        request = h11.Request(method=outgoing.method, target=outgoing.target, headers=headers)
         head, body = self._http.send(request) or b"", b""
         if outgoing.body:
             body = self._http.send(h11.Data(data=outgoing.body)) or b""
@@ -241,6 +248,12 @@ class Pool:
         self, origin: Origin, outgoing: Outgoing, lane: Lane
     ) -> AsyncIterator[Incoming]:
         """See `gymtrio.serving.client.Transport`."""
+        try:
+            request = _head(outgoing, origin)
+        except h11.LocalProtocolError as error:
+            # As the server would answer it, if it could be sent.
+            yield RefusedHere.by(BadRequest(f"head: {error}"))
+            return
         line = self._line(origin, lane)
         # Not on behalf of the task: one task may hold two exchanges, such as a stream and a call.
         place = object()
@@ -251,7 +264,7 @@ class Pool:
         connection: _Connection | None = None
         reusable = False
         try:
-            connection = await self._started(line, origin, outgoing)
+            connection = await self._started(line, origin, request, outgoing)
             yield connection
             reusable = connection.recycle()
         finally:
@@ -285,25 +298,29 @@ class Pool:
             self._lines[origin, lane] = line
         return line
 
-    async def _started(self, line: _Line, origin: Origin, outgoing: Outgoing) -> _Connection:
+    async def _started(
+        self, line: _Line, origin: Origin, request: h11.Request, outgoing: Outgoing
+    ) -> _Connection:
         reused = await self._take_idle(line)
         if reused is not None:
             try:
-                return await self._start_on(reused, outgoing, origin)
+                return await self._start_on(reused, request, outgoing)
             except _Ended as ended:
                 if ended.reply_begun or not outgoing.repeatable:
                     raise TransportError(f"{origin}: {ended}") from ended
         connection = await self._connect(origin)
         try:
-            return await self._start_on(connection, outgoing, origin)
+            return await self._start_on(connection, request, outgoing)
         except _Ended as ended:
             raise TransportError(f"{origin}: {ended}") from ended
 
     @staticmethod
-    async def _start_on(connection: _Connection, outgoing: Outgoing, origin: Origin) -> _Connection:
+    async def _start_on(
+        connection: _Connection, request: h11.Request, outgoing: Outgoing
+    ) -> _Connection:
         started = False
         try:
-            await connection.start(outgoing, origin)
+            await connection.start(request, outgoing)
             started = True
         finally:
             if not started:

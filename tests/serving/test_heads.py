@@ -97,6 +97,46 @@ async def test_two_authorizations_are_refused_alike(open_client: Transported) ->
         assert reply.status == 400
 
 
+BAD_REQUESTS: Final[dict[str, tuple[str, tuple[tuple[bytes, bytes], ...]]]] = {
+    "a line end in a value": ("POST", ((b"x", b"a\r\nauthorization: b"),)),
+    "a newline in a value": ("POST", ((b"x", b"a\nb"),)),
+    "a zero in a value": ("POST", ((b"x", b"a\0b"),)),
+    "a space in a name": ("POST", ((b"x y", b"a"),)),
+    "no name": ("POST", ((b"", b"a"),)),
+    "the length of a body": ("POST", ((b"content-length", b"5"),)),
+    "two hosts": ("POST", ((b"host", b"a"), (b"host", b"b"))),
+    "a space in the method": ("PO ST", ()),
+    "no method": ("", ()),
+}
+
+
+@pytest.mark.parametrize("what", BAD_REQUESTS)
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_request_whose_head_cannot_be_is_refused_alike(
+    open_client: Transported, what: str, streamed: bool
+) -> None:
+    """A caller who passes on what somebody gave him gets an answer; nothing of it arrives."""
+    method, headers = BAD_REQUESTS[what]
+    reached: list[str] = []
+
+    async def note(request: Request) -> Response:
+        reached.append(request.path)
+        return json_response({})
+
+    async with open_client(make_app({}, fallback=note)) as client:
+        asked = ("peer", method, "/bad")
+        if streamed:
+            async with client.stream(*asked, headers=headers) as reply:
+                whole = await reply.read(10_000)
+        else:
+            whole = await client.request(*asked, headers=headers)
+        error: Any = whole.json()
+        assert (whole.status, error["error"]["code"]) == (400, "bad_request")
+        assert error["error"]["detail"]
+        assert (await client.request("peer", "POST", "/x")).status == 200
+        assert reached == ["/x"]
+
+
 BAD_ANSWERS: Final[dict[str, tuple[int, Headers]]] = {
     "a line end in a value": (200, ((b"x", b"a\r\nset-cookie: a=b"),)),
     "a newline in a value": (200, ((b"x", b"a\nb"),)),
@@ -169,6 +209,7 @@ NO_HEADS: Final[dict[str, tuple[PlainItem, ...]]] = {
     "a value that is text": head(headers=[[b"x", "y"]]),
     "a header that is a map": head(headers=[{b"x": b"y", b"z": b"w"}]),  # type: ignore[list-item]
     "headers that are a map": head(headers={b"x": b"y"}),  # type: ignore[arg-type]
+    "two hosts": head(headers=[[b"host", b"a"], [b"host", b"a"]]),
     "two items": ("GET", "/x"),
 }
 

@@ -40,19 +40,20 @@ async def open_lifespan(app: AsgiApp) -> AsyncIterator[None]:
 
 class _Conversation:
     def __init__(self) -> None:
-        self._to_app, self._for_app = trio.open_memory_channel[Message](1)
+        # Both that there are: an application need not ask for the first before the second is said.
+        self._to_app, self._for_app = trio.open_memory_channel[Message](2)
         self._to_us, self._for_us = trio.open_memory_channel[Message](1)
 
     async def run(self, app: AsgiApp) -> None:
         scope = {"type": "lifespan", "asgi": {"spec_version": "2.0", "version": "3.0"}, "state": {}}
-        with self._to_us:
+        with self._to_us, self._for_app:
             await app(scope, self._for_app.receive, self._to_us.send)
 
     async def say(self, what: str) -> None:
-        self._to_app.send_nowait({"type": f"lifespan.{what}"})
         try:
+            self._to_app.send_nowait({"type": f"lifespan.{what}"})
             answer = await self._for_us.receive()
-        except trio.EndOfChannel:
+        except (trio.EndOfChannel, trio.BrokenResourceError):
             # It ended or raised; in the second case the nursery reports it.
             return
         if answer["type"] == f"lifespan.{what}.failed":

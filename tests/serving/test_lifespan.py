@@ -43,7 +43,7 @@ LOOSE: Final[dict[str, AsgiApp]] = {
 
 @pytest.mark.parametrize("when", LOOSE)
 @pytest.mark.parametrize("late", [False, True])
-async def test_an_application_that_is_loose_about_it_is_served_and_stopped(when: str, late: bool) -> None:
+async def test_an_application_that_is_loose_about_it_is_served(when: str, late: bool) -> None:
     """SRV-1: the protocol is the application's to leave; the block ends as any other."""
     served = False
     async with open_lifespan(LOOSE[when]):

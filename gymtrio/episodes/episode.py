@@ -409,7 +409,10 @@ class Episodes:
     def _returned(episode: Episode, result: outcome.Maybe[T]) -> T:
         if episode.stopping is None or _is_cancellation(result):
             return result.unwrap()
-        # Stopped while it finished: what it returns or raises must not be heard (I10).
+        # Stopped while it finished: what it returns or raises must not be heard (I10). Whom it called
+        # may have refused it for the same reason; anything else is a fault of whoever wrote it.
+        if isinstance(result, outcome.Error) and not isinstance(result.error, GymtrioError):
+            LOG.warning("%s raised after it was stopped", episode.episode_id, exc_info=result.error)
         raise episode.stopping
 
     def _begin(self, name: str, episode: Episode) -> None:

@@ -680,6 +680,28 @@ async def test_stopping_says_why(autojump_clock: MockClock) -> None:
         assert [str(answer) for answer in answers] == ["closed"]
 
 
+@pytest.mark.parametrize("refused", [False, True])
+async def test_what_a_stopped_body_raises_is_logged(
+    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture, refused: bool
+) -> None:
+    """I10: the caller hears that it was stopped; whoever wrote the body hears of its own fault."""
+    async with open_gated() as gated:
+
+        async def body(live: Episode) -> None:
+            try:
+                await trio.sleep_forever()
+            finally:
+                raise TransportError("gone") if refused else KeyError("a fault on the way out")
+
+        answers = await gated.start(R, body)
+        gated.episodes.retire_up_to(R)
+        await gated.episodes.wait_up_to(R)
+        await wait_all_tasks_blocked()
+        assert [type(answer) for answer in answers] == [StaleAttempt]
+        assert ("a fault on the way out" in caplog.text) is not refused
+        assert [record.levelname for record in caplog.records] == ["WARNING"] * (not refused)
+
+
 async def test_background_work_ends_with_the_body(autojump_clock: MockClock) -> None:
     """STEP-1: the episode's nursery; leaving `run` proves that nothing runs (E2)."""
     async with open_gated() as gated:

@@ -99,7 +99,7 @@ class HeldCheckpoint:
             took_s = trio.current_time() - sent_at
             raise LeaseNotProven(
                 f"{self.checkpoint_id}: the renewal was answered too late, after {took_s:.3f} s: "
-                f"{where} hold for {held_s:.3f} s, less a margin of {margin_s:g} s"
+                f"the lease of {where} lasts {held_s:.3f} s, less a margin of {margin_s:g} s"
             )
         return proven_until
 

@@ -36,12 +36,7 @@ from gymtrio.errors import CheckpointConflict, InvalidCheckpointState, InvalidPh
 from gymtrio.ids import CaptureKey, EpisodeId, RolloutId
 from gymtrio.limits import BLOCKERS_LISTED_MAX
 from gymtrio.participants.base import ParticipantBase, make_record
-from gymtrio.participants.decoding import (
-    Boundaries,
-    Boundary,
-    Slices,
-    decode_into,
-)
+from gymtrio.participants.decoding import Boundaries, Boundary, Slices, decode_into
 from gymtrio.participants.deliveries import Deliveries
 from gymtrio.participants.restored import Restored
 from gymtrio.participants.results import Result, Results, last_boundary, outcome_of

@@ -12,7 +12,7 @@ from gymtrio.checkpoint.control import Control
 from gymtrio.context import CheckpointWork, checkpoint_context
 from gymtrio.errors import InvalidRequest, NotFound
 from gymtrio.ids import EpisodeId, RolloutId
-from gymtrio.storage.slices import LoopSlice
+from gymtrio.storage.slices import ITEMS_AT_ONCE, LoopSlice
 from gymtrio.strict import MalformedValue, structure
 from gymtrio.wire.codec import from_json, json_to_plain
 from gymtrio.wire.control import REQUESTS, ControlRequest, Reply
@@ -29,8 +29,6 @@ _OPERATIONS: Final[Mapping[str, Callable[[Control, Any], Awaitable[Reply]]]] = {
 assert _OPERATIONS.keys() == REQUESTS.keys()
 
 _SCOPE: Final = "episode_ids"
-IDS_AT_ONCE: Final = 16
-"""A look at the clock takes a fifth of the time of an id."""
 
 
 def parse_request(operation: str, body: bytes) -> ControlRequest:
@@ -69,7 +67,7 @@ async def read_request(
         slice_ = LoopSlice()
         for value in scope:
             named.append(_named(value, len(named)))
-            if not len(named) % IDS_AT_ONCE and slice_.is_over:
+            if not len(named) % ITEMS_AT_ONCE and slice_.is_over:
                 await slice_.pause()
         changes: dict[str, Any] = {_SCOPE: tuple(named)}
         return attrs.evolve(head, **changes)

@@ -11,6 +11,8 @@ from gymtrio.checkpoint.opened import OpenCheckpoint
 from gymtrio.checkpoint.participant import Participant
 from gymtrio.checkpoint.phases import Step
 from gymtrio.errors import CheckpointError
+from gymtrio.ids import CaptureKey
+from gymtrio.storage.slices import ITEMS_AT_ONCE, LoopSlice
 from gymtrio.wire.control import Phase, RestoreReply, RestoreRequest
 
 LOG = logging.getLogger(__name__)
@@ -30,8 +32,14 @@ async def restore_once(
 
     Cancelled: nothing is installed.
     """
-    restored = tuple(sorted([e.next_attempt().capture_key for e in request.episode_ids]))
-    # Thousands are named; what follows need not be in the same slice of the loop (STO-5).
+    restored: list[CaptureKey] = []
+    # Thousands are named (STO-5).
+    slice_ = LoopSlice()
+    for episode_id in request.episode_ids:
+        restored.append(episode_id.next_attempt().capture_key)
+        if not len(restored) % ITEMS_AT_ONCE and slice_.is_over:
+            await slice_.pause()
+    restored.sort()
     await trio.lowlevel.checkpoint()
     loaded = await archive.read(
         request.checkpoint_dir,
@@ -50,6 +58,6 @@ async def restore_once(
     return RestoreReply(
         phase=Phase.RESTORED.value,
         source_checkpoint_id=loaded.checkpoint_id,
-        restored=restored,
+        restored=tuple(restored),
         incarnation=incarnation,
     )

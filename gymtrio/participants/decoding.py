@@ -12,7 +12,7 @@ from gymtrio.ids import EpisodeId
 from gymtrio.storage.opaque import decode
 from gymtrio.storage.opaque_pieces import decode_steps, in_slices
 from gymtrio.storage.records import Record
-from gymtrio.storage.slices import LoopSlice
+from gymtrio.storage.slices import ITEMS_AT_ONCE, LoopSlice
 from gymtrio.strict import MalformedValue
 from gymtrio.wire.codec import unpacker_of
 
@@ -27,9 +27,6 @@ class Slices(LoopSlice):
         if self.is_over:
             await self.pause()
 
-
-ITEMS_AT_ONCE: Final = 16
-"""Of those that take microseconds: looking at the clock would take as long as any of them."""
 
 READ_AHEAD_BYTES: Final = 2**14
 """From which size on. The gate lets a hundred through in a turn of the loop: 10 ms of smaller ones."""

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import trio
 
 from gymtrio.limits import LOOP_SLICE_S
+
+ITEMS_AT_ONCE: Final = 16
+"""Between two looks at the clock, of items that take microseconds: a look takes a good part of one."""
 
 
 class LoopSlice:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import trio
 
-from gymtrio.checkpoint.dispatch import IDS_AT_ONCE, parse_request, read_request
+from gymtrio.checkpoint.dispatch import parse_request, read_request
 from gymtrio.ids import CheckpointId, EpisodeId, RolloutId
 from gymtrio.storage import slices
 from gymtrio.wire.codec import to_json
@@ -48,4 +48,4 @@ async def test_a_scope_is_read_in_slices(monkeypatch: pytest.MonkeyPatch) -> Non
         await read_request("commit", body)
         nursery.cancel_scope.cancel()
     # One slice per handful; the first and the last may share a pass with the start and the end.
-    assert passes >= len(named) // IDS_AT_ONCE - 2
+    assert passes >= len(named) // slices.ITEMS_AT_ONCE - 2

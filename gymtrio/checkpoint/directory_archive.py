@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 import trio
 
@@ -120,9 +121,9 @@ class DirectoryArchive:
         self, checkpoint_dir: str, identity: Identity, names: Sequence[str]
     ) -> None:
         """See `gymtrio.checkpoint.archive.PartWriter`."""
+        find = partial(self._root.find, self._disk.files, checkpoint_dir)
         with trio.CancelScope(shield=True, deadline=trio.current_time() + RELEASE_S_MAX):
-            place = await self._root.accept(self._disk, checkpoint_dir)
-            await remove_parts(self._disk, place, identity, names)
+            await remove_parts(self._disk, find, identity, names)
 
     async def read(
         self,

@@ -5,7 +5,7 @@ Workers connect to its socket; a control call that reached one of them comes ove
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
@@ -43,6 +43,15 @@ class Coordinator:
     socket: Path
 
 
+@attrs.frozen
+class Coordinating:
+    """A coordinator, wherever its workers come from."""
+
+    participant: CoordinatedPolicy
+    serve: Callable[[trio.abc.Stream, int | None], Awaitable[None]]
+    """Serves the connection of one worker until it ends; with the user at its other end, if known."""
+
+
 def state_dir_of(deployment: Deployment, name: str) -> Path:
     return Path(deployment.state_dir or STATE_DIR_DEFAULT) / name
 
@@ -64,7 +73,7 @@ def settings_of(deployment: Deployment, name: str) -> ModelSettings:
 async def open_coordinator(
     deployment: Deployment, name: str, *, ports: HostPorts | None = None, path: Path | None = None
 ) -> AsyncIterator[Coordinator | None]:
-    """Coordinate the workers of a server for the time of the block.
+    """Coordinate the workers of a server, which connect to a socket, for the time of the block.
 
     Args:
         path: of its socket; None: the same place in every incarnation.
@@ -77,13 +86,31 @@ async def open_coordinator(
         SettingsError: the server's settings do not fit.
         HostError: another process coordinates it already.
     """
+    async with open_coordinating(deployment, name, ports=ports) as coordinating:
+        if coordinating is None:
+            yield None
+            return
+        path = path or lasting_directory(state_dir_of(deployment, name)) / "coordinator"
+
+        async def serve(stream: trio.SocketStream) -> None:
+            await coordinating.serve(stream, peer_uid(stream))
+
+        async with open_unix_listener(path) as listener, open_background() as nursery:
+            await nursery.start(serve_channels, listener, serve)
+            yield Coordinator(coordinating.participant, path)
+
+
+@asynccontextmanager
+async def open_coordinating(
+    deployment: Deployment, name: str, *, ports: HostPorts | None = None
+) -> AsyncIterator[Coordinating | None]:
+    """As `open_coordinator`, for workers whose connections come from elsewhere."""
     settings = settings_of(deployment, name)
     if not (settings.checkpoint_policy and deployment.checkpoint.enabled):
         yield None
         return
     ports = ports or HostPorts()
     state_dir = state_dir_of(deployment, name)
-    path = path or lasting_directory(state_dir) / "coordinator"
     opened: list[Control] = []
 
     def not_ready() -> str | None:
@@ -92,10 +119,7 @@ async def open_coordinator(
 
     participant = CoordinatedPolicy(name, expected=settings.num_workers, not_ready=not_ready)
     me = Hello(role=COORDINATOR_ROLE, name=name, instance=ports.randomness.hex(_INSTANCE_BYTES))
-    async with (
-        open_control_plane(participant, deployment.checkpoint, ports, state_dir) as control,
-        open_unix_listener(path) as listener,
-    ):
+    async with open_control_plane(participant, deployment.checkpoint, ports, state_dir) as control:
         assert control is not None
         opened.append(control)
         metrics = CheckpointMetrics(control)
@@ -112,9 +136,7 @@ async def open_coordinator(
             participant.publish_state()
             call.reply(body=reply)
 
-        async def serve(stream: trio.SocketStream) -> None:
-            await participant.serve(stream, me=me, uid=peer_uid(stream), control=control_call)
+        async def serve(stream: trio.abc.Stream, uid: int | None) -> None:
+            await participant.serve(stream, me=me, uid=uid, control=control_call)
 
-        async with open_background() as nursery:
-            await nursery.start(serve_channels, listener, serve)
-            yield Coordinator(participant, path)
+        yield Coordinating(participant, serve)

@@ -42,6 +42,7 @@ from gymtrio.serving.policy_worker import (
     linked,
     metrics_of_coordinator,
     part_writer,
+    reach,
 )
 from gymtrio.serving.stock.backend import StockBackend
 from gymtrio.serving.stock.calls import EngineCalls
@@ -174,18 +175,24 @@ async def _open_worker(
         generation_cuts=settings.checkpoint_generation_cuts,
         part_writer=part_writer(host),
     )
+    stream = await reach(place)
+    async with linked(worker, stream, name=place.name, instance=place.instance):
+        yield worker_service(worker, host)
+
+
+def worker_service(worker: PolicyWorker, host: ServiceHost[ModelSettings]) -> Service:
+    """What a worker answers, while it is linked."""
     assert host.control_token is not None, "checked when the deployment was read"
-    async with linked(worker, place, host):
-        yield Service(
-            routes=policy_routes(worker, settings.model),
-            gate=worker.admission,
-            add_routes=partial(
-                add_ledger_route, rows_of=worker.link.rows, is_token=host.control_token.matches
-            ),
-            control_elsewhere=partial(forward_control, worker, host.wall_clock),
-            not_ready=worker.not_ready,
-            more_metrics=partial(metrics_of_coordinator, worker),
-        )
+    return Service(
+        routes=policy_routes(worker, host.settings.model),
+        gate=worker.admission,
+        add_routes=partial(
+            add_ledger_route, rows_of=worker.link.rows, is_token=host.control_token.matches
+        ),
+        control_elsewhere=partial(forward_control, worker, host.wall_clock),
+        not_ready=worker.not_ready,
+        more_metrics=partial(metrics_of_coordinator, worker),
+    )
 
 
 def _check(settings: ModelSettings) -> None:

@@ -69,23 +69,33 @@ def part_writer(host: ServiceHost[S]) -> DirectoryArchive:
     return DirectoryArchive(host.disk, CheckpointRoot(host.checkpoint.root), host.randomness)
 
 
-@asynccontextmanager
-async def linked(
-    worker: PolicyWorker, place: WorkerPlace, host: ServiceHost[S]
-) -> AsyncIterator[None]:
-    """Connect a worker for the time of the block.
+async def reach(place: WorkerPlace) -> trio.SocketStream:
+    """Connect to the coordinator.
 
     Raises:
-        ExceptionGroup: of `CoordinatorLost`; the block was cancelled for it.
         HostError: nobody listens there, or not of this user.
     """
     try:
-        stream = await connect_unix(place.coordinator)
+        return await connect_unix(place.coordinator)
     except OSError as error:
         raise HostError(
             f"the coordinator at {place.coordinator} cannot be reached: {error.strerror or error}"
         ) from None
-    me = Hello(role=WORKER_ROLE, name=place.name, instance=place.instance)
+
+
+@asynccontextmanager
+async def linked(
+    worker: PolicyWorker, stream: trio.abc.Stream, *, name: str, instance: str
+) -> AsyncIterator[None]:
+    """Be a worker of whoever is at the other end, for the time of the block.
+
+    Args:
+        name: which worker of the server it is; `instance`: which incarnation of it.
+
+    Raises:
+        ExceptionGroup: of `CoordinatorLost`; the block was cancelled for it.
+    """
+    me = Hello(role=WORKER_ROLE, name=name, instance=instance)
     async with open_background() as nursery:
         await nursery.start(_serve, worker, stream, me)
         yield
@@ -93,7 +103,7 @@ async def linked(
 
 async def _serve(
     worker: PolicyWorker,
-    stream: trio.SocketStream,
+    stream: trio.abc.Stream,
     me: Hello,
     *,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,

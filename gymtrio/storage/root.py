@@ -18,6 +18,7 @@ from gymtrio.ids import is_safe_id
 from gymtrio.storage.bounds import DIRECTORY_DEPTH_MAX, NAME_BYTES_MAX, PATH_CHARACTERS_MAX
 from gymtrio.storage.disk import Disk
 from gymtrio.storage.failures import explain, refusing
+from gymtrio.storage.files import Files
 
 _SHOWN_CHARACTERS_MAX: Final = 200
 
@@ -90,17 +91,17 @@ class CheckpointRoot:
             DirectoryRefused: it leads out of the root or is not a plain path.
             InvalidCheckpointState: the disk refused to look.
         """
-        why = _first_oddity(checkpoint_dir)
-        if why is not None:
-            raise DirectoryRefused(f"{field} {_shown(checkpoint_dir)}: {why}")
-        files = disk.files
+        _refuse_odd(checkpoint_dir, field)
         with refusing("resolve", field):
-            root, path = await disk.start(
-                lambda: (
-                    files.resolve(self.path),
-                    files.resolve(posixpath.join(self.path, checkpoint_dir)),
-                )
-            ).wait()
+            step = disk.start(lambda: self.find(disk.files, checkpoint_dir, field=field))
+        return await step.wait()
+
+    def find(self, files: Files, checkpoint_dir: str, *, field: str = "checkpoint_dir") -> Place:
+        """As `accept`. Blocks: part of a call that is made in a thread."""
+        _refuse_odd(checkpoint_dir, field)
+        with refusing("resolve", field):
+            root = files.resolve(self.path)
+            path = files.resolve(posixpath.join(self.path, checkpoint_dir))
         inside = root if root.endswith("/") else root + "/"
         if path != root and not path.startswith(inside):
             raise DirectoryRefused(
@@ -110,6 +111,12 @@ class CheckpointRoot:
         if len(components) > DIRECTORY_DEPTH_MAX:
             raise DirectoryRefused(f"{field}: more than {DIRECTORY_DEPTH_MAX} levels deep")
         return Place(root, components)
+
+
+def _refuse_odd(checkpoint_dir: str, field: str) -> None:
+    why = _first_oddity(checkpoint_dir)
+    if why is not None:
+        raise DirectoryRefused(f"{field} {_shown(checkpoint_dir)}: {why}")
 
 
 def _first_oddity(path: str) -> str | None:

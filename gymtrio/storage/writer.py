@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import AsyncIterable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import attrs
@@ -21,6 +21,7 @@ from gymtrio.ids import CaptureKey
 from gymtrio.storage import manifest as manifests
 from gymtrio.storage.bounds import PUBLISH_S_MAX, WRITE_BATCH_BYTES
 from gymtrio.storage.disk import Disk, Step
+from gymtrio.storage.failures import refusing
 from gymtrio.storage.held import Held, hold
 from gymtrio.storage.manifest import MANIFEST_NAME, Manifest, Part
 from gymtrio.storage.manifest_file import ManifestFile
@@ -168,14 +169,27 @@ async def publish_manifest(
         publication.end()
 
 
-async def remove_parts(disk: Disk, place: Place, identity: Identity, names: Sequence[str]) -> None:
+async def remove_parts(
+    disk: Disk, find: Callable[[], Place], identity: Identity, names: Sequence[str]
+) -> None:
     """Remove parts that will not be published; best effort.
+
+    Args:
+        find: gives the place of the checkpoint; blocks, since nothing of this is left to a waiter.
+
+    Raises:
+        InvalidCheckpointState: see `find`; or the system has no thread left.
 
     Cancelled: removed nevertheless, if need be after this returned.
     """
-    where = place.of_participant(identity.kind, identity.instance)
-    async with hold(disk, ManifestFile(disk.files, where, names)):
-        pass
+
+    def remove() -> None:
+        where = find().of_participant(identity.kind, identity.instance)
+        ManifestFile(disk.files, where, names).release()
+
+    with refusing("use", "the disk"):
+        step = disk.start(remove, closing=True)
+    await step.wait()
 
 
 class _PartStream:

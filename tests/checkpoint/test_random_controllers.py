@@ -283,6 +283,13 @@ WRITTEN_OUT: Final[dict[str, list[Step]]] = {
         ask("commit", R1),
         ask("commit", R0),
     ),
+    "a door is shut again right behind an export": in_turn(
+        ask("prepare"),
+        Shut("exporting"),
+        ask("commit"),
+        [LetGo("exporting"), Shut("exporting")],
+        ask("resume"),
+    ),
     "a second crash before the replacement starts": in_turn(
         RESTORE, ask("resume"), ask("prepare"), ask("commit", R1), ask("resume"), Arrive(R1)
     ),

@@ -23,7 +23,7 @@ from gymtrio.errors import (
     InvalidCheckpointState,
     Refusal,
 )
-from gymtrio.ids import CaptureKey, CheckpointId, EpisodeId, RolloutId
+from gymtrio.ids import CheckpointId, EpisodeId, RolloutId
 from gymtrio.participants.base import make_record
 from gymtrio.storage.publication import Publication
 from gymtrio.storage.records import Record
@@ -67,12 +67,10 @@ class DooredParticipant(ScriptedParticipant):
         self.releasing = Door()
         self._stubborn = stubborn
 
-    async def export(self, scope: frozenset[CaptureKey] | None) -> Export:
-        if self._stubborn:
-            with trio.CancelScope(shield=True):
-                await self.exporting.pass_through()
-            await trio.lowlevel.checkpoint_if_cancelled()
-        return await super().export(scope)
+    async def _stand_at_export(self) -> None:
+        with trio.CancelScope(shield=self._stubborn):
+            await self.exporting.pass_through()
+        await trio.lowlevel.checkpoint_if_cancelled()
 
     async def install(
         self,

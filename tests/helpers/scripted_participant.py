@@ -86,9 +86,12 @@ class ScriptedParticipant(ParticipantBase):
         await self.settling.pass_through()
         self._maybe_fail("settle")
 
+    async def _stand_at_export(self) -> None:
+        await self.exporting.pass_through()
+
     async def export(self, scope: frozenset[CaptureKey] | None) -> Export:
         self.exports += 1
-        await self.exporting.pass_through()
+        await self._stand_at_export()
         self._maybe_fail("export")
         waiting = dict(self.restored)
         notes = {

@@ -115,7 +115,7 @@ class Checkpoints:
         )
         # A replay step that failed while the checkpoint was open: they begin anew (STEP-4).
         self.oracles.progress.start_over(
-            publication, {key for key, record in episodes.items() if record.boundary is None}
+            publication, {key for key, (record,) in episodes.items() if record.boundary is None}
         )
         keys = publication.commits["policy"].extra["staging_keys"]
         missing = [key for key in keys if key not in self.shelf.records]

@@ -36,6 +36,8 @@ class Lineage:
     begun_before: int = 0
     """How many calls the backend had begun before the last restore."""
     restored_rows: dict[str, int] = attrs.field(factory=dict)
+    restored_unsure: dict[str, int] = attrs.field(factory=dict)
+    """How many of the restored rows are of answers that may not have been heard."""
     sent_before: dict[str, dict[str, int]] = attrs.field(factory=dict)
     """By checkpoint: how many answers each attempt had been sent when its commit was answered."""
     latest_before: dict[str, dict[str, set[str]]] = attrs.field(factory=dict)
@@ -91,7 +93,8 @@ class Lineage:
         self.latest_before[checkpoint_id] = latest
 
     def published(self, publication: Any, files: dict[str, bytes]) -> None:
-        records = records_of(PolicyRecord, "model", "policy", publication.checkpoint_id, files)
+        shares = records_of(PolicyRecord, "model", "policy", publication.checkpoint_id, files)
+        records = {key: self._whole(key, of_each) for key, of_each in shares.items()}
         self.of_checkpoint[publication.checkpoint_id] = records
         fail = self.oracles.fail
         for episode_id in publication.scope:
@@ -100,10 +103,15 @@ class Lineage:
                 continue
             record = records.get(key, PolicyRecord())
             sent = self.sent_before[publication.checkpoint_id].get(key, 0)
-            # Of an answer that is lost on its way nobody knows whether it was heard.
-            if len(record.rows) > sent:
+            # Of an answer that is lost on its way nobody knows whether it was heard; nor of one that a
+            # worker of the server died with, until the call comes again.
+            unsure = len(record.uncertain)
+            if unsure and not self.oracles.workers_died:
+                fail("I16", f"{key}: {unsure} rows are uncertain, and no worker has died")
+            if len(record.rows) - unsure > sent:
                 fail("I16", f"{key}: {len(record.rows)} rows, {sent} answers were delivered")
-            if len(record.rows) < sent and not self.oracles.lossy:
+            sure = sent - self.restored_unsure.get(key, 0)
+            if len(record.rows) < sure and not self.oracles.lossy:
                 fail("I16", f"{key}: {len(record.rows)} rows of {sent} delivered answers")
             latest = self.latest_before[publication.checkpoint_id].get(key)
             wanted = self.restored_cuts.get(key)
@@ -117,16 +125,30 @@ class Lineage:
             if wanted is not None and record.cut is None:
                 fail("I8", f"{key}: its restored cut was not delivered and is not exported again")
 
+    def _whole(self, key: CaptureKey, shares: list[PolicyRecord]) -> PolicyRecord:
+        """What several processes wrote of one episode: its rows are of one of them, its cut of one."""
+        rows = [share.rows for share in shares if share.rows]
+        cuts = [share.cut for share in shares if share.cut is not None]
+        if len(rows) > 1 or len(cuts) > 1:
+            self.oracles.fail("I18", f"{key}: {len(rows)} processes wrote rows, {len(cuts)} a cut")
+        return PolicyRecord(
+            rows=rows[0] if rows else (),
+            cut=cuts[0] if cuts else None,
+            uncertain=tuple(call for share in shares for call in share.uncertain),
+        )
+
     def restored(self, publication: Any) -> None:
         self.begun_before = len(self.engine.begun)
         for episode_id in publication.scope:
             record = self.of_checkpoint[publication.checkpoint_id].get(episode_id.capture_key)
-            for known in (self.heard, self.restored_rows, self.restored_cuts):
+            every = (self.heard, self.restored_rows, self.restored_unsure, self.restored_cuts)
+            for known in every:
                 for key in [k for k in known if k.split("-a")[0] == episode_id.rollout_id]:
                     del known[key]
             if record is not None:
                 key = episode_id.next_attempt().capture_key
                 self.restored_rows[key] = len(record.rows)
+                self.restored_unsure[key] = len(record.uncertain)
                 if record.cut is not None:
                     self.restored_cuts[key] = record.cut
 
@@ -134,6 +156,7 @@ class Lineage:
         """The servers started without any past."""
         self.heard.clear()
         self.restored_rows.clear()
+        self.restored_unsure.clear()
         self.restored_cuts.clear()
 
     def generation_begins(self, exchange: Exchange) -> None:
@@ -175,16 +198,17 @@ R = TypeVar("R")
 
 def records_of(
     cls: type[R], kind: str, instance: str, checkpoint_id: CheckpointId, files: dict[str, bytes]
-) -> dict[CaptureKey, R]:
-    """Read one participant's records out of its files."""
+) -> dict[CaptureKey, list[R]]:
+    """Read one participant's records out of its files, those of each of its processes."""
     identity = Identity(kind=kind, instance=instance, checkpoint_id=checkpoint_id)
-    found: dict[CaptureKey, R] = {}
+    found: dict[CaptureKey, list[R]] = {}
     for name, data in files.items():
         if name.endswith(PART):
             decoder = PartDecoder(identity, scope=None, where=name)
             decoder.receive_data(data)
             while decoder.advance():
                 pass
-            for key, record in decoder.records.items():
-                found[key] = unpack(cls, record.payload)
+            for record in decoder.records:
+                key = record.episode_id.capture_key
+                found.setdefault(key, []).append(unpack(cls, record.payload))
     return found

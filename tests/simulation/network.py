@@ -38,7 +38,7 @@ from gymtrio.serving.http import Headers
 from gymtrio.serving.inprocess import InProcessNetwork
 from gymtrio.wire.control import CONTROL_PREFIX
 from gymtrio.wire.native import EPOCH_HEADER
-from tests.simulation.processes import CURRENT, Process
+from tests.simulation.processes import CURRENT, Process, ProcessDied
 
 GRID_S: Final = 0.01
 DUPLICATES_LATER_S: Final = (0.0, 0.01, 0.3, 1.0, 5.0)
@@ -77,6 +77,8 @@ class Exchange:
     duplicate: bool = False
     refused: bool = False
     """Its attempt was refused by its server when it was delivered."""
+    worker: Process | None = None
+    """Which process of the target serves it, if it has several."""
     until: tuple[float, float] = (-math.inf, math.inf)
     """Of a control call: its deadline on trio's clock, as its server may have read the wall clock."""
 
@@ -192,7 +194,9 @@ class _Fate:
 @attrs.frozen
 class _Server:
     process: Process
-    network: InProcessNetwork
+    network: InProcessNetwork | None
+    """None: its workers serve its port."""
+    workers: dict[Process, InProcessNetwork] = attrs.field(factory=dict)
 
 
 class SimulatedNetwork:
@@ -212,22 +216,41 @@ class SimulatedNetwork:
         """Serve a process under its own name until it dies; it serves on its own network."""
         self._servers[process.name] = _Server(process, network)
 
-    def port(self, process: Process) -> NetworkPort:
-        return NetworkPort(self, process)
+    def share(self, server: Process) -> None:
+        """Let the workers of a server serve its port; whoever accepts a connection is not foreseen."""
+        self._servers[server.name] = _Server(server, None)
 
-    def tapped(self, process: Process, app: AsgiApp) -> AsgiApp:
-        """The application of a process behind its dead flag."""
+    def join(self, server: Process, worker: Process, network: InProcessNetwork) -> None:
+        """Be one of them, until its death."""
+        workers = self._servers[server.name].workers
+        workers[worker] = network
+
+        def leave() -> None:
+            del workers[worker]
+
+        worker.on_death(leave)
+
+    def port(self, process: Process, server: Process | None = None) -> NetworkPort:
+        """
+        Args:
+            server: of which the process is a worker; None: it is a server itself.
+        """
+        return NetworkPort(self, process, server or process)
+
+    def tapped(self, process: Process, app: AsgiApp, server: Process | None = None) -> AsgiApp:
+        """The application of a process behind its dead flag; `server`: see `port`."""
+        seen_as = server or process
 
         async def serve(scope: Scope, receive: Receive, send: Send) -> None:
             async def checked(message: Message) -> None:
                 reads_in_s = 0.0 if prompt else self._reads_in_s()
                 if message["type"] == "http.response.body" and reads_in_s:
-                    self._tap.leaving(process, split_rollout_path(str(scope["path"]))[1])
+                    self._tap.leaving(seen_as, split_rollout_path(str(scope["path"]))[1])
                     await trio.sleep(reads_in_s)
                 await process.running()
                 await send(message)
 
-            CURRENT.set(process)
+            CURRENT.set(seen_as)
             control = str(scope.get("path")).startswith(CONTROL_PREFIX)
             prompt = control or process.name == "engine"
             await process.running()
@@ -329,15 +352,23 @@ class SimulatedNetwork:
     async def deliver(self, exchange: Exchange, origin: Origin) -> AsyncIterator[Incoming]:
         """Hand a request to the server; the block has the head of its reply."""
         process = exchange.target
-        if process.alive:
-            await process.running()
         server = self._servers[process.name]
-        if not process.alive or server.process is not process:
+        network = server.network
+        if network is None:
+            if not server.workers:
+                raise TransportError(f"{origin}: connection refused")
+            process, network = self._rng.choice(list(server.workers.items()))
+            exchange.worker = process
+        try:
+            await process.running()
+        except ProcessDied:
+            raise TransportError(f"{origin}: connection reset") from None
+        if self._servers[exchange.target.name].process is not exchange.target:
             raise TransportError(f"{origin}: connection reset")
         exchange.delivered_at = trio.current_time()
         self._tap.delivered(exchange)
         self._echo(exchange, origin)
-        async with server.network.exchange(origin, exchange.outgoing, Lane.DATA) as incoming:
+        async with network.exchange(origin, exchange.outgoing, Lane.DATA) as incoming:
             yield incoming
 
     async def whole_reply(self, exchange: Exchange, origin: Origin) -> Headers:
@@ -405,9 +436,10 @@ class _Received:
 class NetworkPort:
     """Implements `gymtrio.serving.client.Transport` for one process."""
 
-    def __init__(self, network: SimulatedNetwork, process: Process) -> None:
+    def __init__(self, network: SimulatedNetwork, process: Process, seen_as: Process) -> None:
         self._network = network
         self._process = process
+        self._seen_as = seen_as
 
     @asynccontextmanager
     async def exchange(
@@ -416,7 +448,7 @@ class NetworkPort:
         self._process.check()
         exchange: Exchange | None = None
         try:
-            exchange, fate = self._network.begin(self._process, origin, outgoing)
+            exchange, fate = self._network.begin(self._seen_as, origin, outgoing)
             if fate.again_after_s is not None:
                 self._network.send_again(exchange, origin, fate.out_s + fate.again_after_s)
             await trio.sleep(fate.out_s)

@@ -54,6 +54,8 @@ class Oracles:
         """A call that closes a session may be lost."""
         self.lossy = self.leaves_sessions or any(f.what.startswith("cut ") for f in plan.faults)
         """Replies to episodes' calls may be lost on their way."""
+        self.workers_died = False
+        """One of several processes of a server died alone."""
         self.lineage = Lineage(engine, self)
         self.progress = Progress(self)
         self.disk_wait_s = 0.0
@@ -259,7 +261,8 @@ class Oracles:
     # -- control ------------------------------------------------------------------------------
 
     def _prompt(self, exchange: Exchange) -> None:
-        if exchange.target.stopped_until >= exchange.delivered_at:
+        served_by = exchange.worker or exchange.target
+        if max(served_by.stopped_until, exchange.target.stopped_until) >= exchange.delivered_at:
             return
         took = trio.current_time() - exchange.delivered_at
         operation = exchange.operation
@@ -276,7 +279,8 @@ class Oracles:
     def unanswered(self) -> None:
         """At the end: control calls that a live server never answered."""
         for exchange in self._open_control.values():
-            if exchange.target.alive and trio.current_time() - exchange.delivered_at > 1.0:
+            served_by = exchange.worker or exchange.target
+            if served_by.alive and trio.current_time() - exchange.delivered_at > 1.0:
                 self.fail("I29", f"never answered: {exchange}")
 
     def _control_replied(self, exchange: Exchange, seen: Seen) -> None:

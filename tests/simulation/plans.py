@@ -68,6 +68,7 @@ class Fault:
 
     what: str
     """`all`, `power`, `trainer`, the name of a server: killed, and started again by the supervisor;
+    `policy.0`, `policy.1`: a worker, which its server replaces;
     `stop <process>`: nothing leaves it or reaches it for a while;
     `clock <seconds>`: the wall clock of all is set forward or back;
     `checkpoint`: the training program takes one;
@@ -95,6 +96,8 @@ class Plan:
     """The training program acknowledges results (HARD-9)."""
     left_out: tuple[tuple[int, int], ...] = ()
     """Number of a checkpoint, from 1, and of a rollout that is not in its scope."""
+    workers: int = 1
+    """Of the policy server."""
     repeats_runs: bool = False
     """A `/run` whose connection was lost is sent again for the same attempt."""
 

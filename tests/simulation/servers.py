@@ -31,8 +31,12 @@ CONTROL_TOKEN: Final = "0123456789abcdef-simulated"
 PARTICIPANTS: Final = ("env", "policy", "agent", "tools")
 
 
-def make_deployment(*, recover: bool, lease_grace_s: float = 8.0) -> Deployment:
-    """Where servers find each other: hosts are process names."""
+def make_deployment(*, recover: bool, lease_grace_s: float = 8.0, workers: int = 1) -> Deployment:
+    """Where servers find each other: hosts are process names.
+
+    Args:
+        workers: of the policy server.
+    """
     servers: dict[str, dict[str, Any]] = {
         "env": {
             "app": "servers.environment.single_agent_turn:app",
@@ -45,6 +49,7 @@ def make_deployment(*, recover: bool, lease_grace_s: float = 8.0) -> Deployment:
                 "native_backend": True,
                 "checkpoint_policy": True,
                 "checkpoint_generation_cuts": True,
+                "num_workers": workers,
             },
         },
         "agent": {"app": "servers.agent.simple_agent:app", "settings": {"model": "policy"}},
@@ -116,6 +121,16 @@ class Surroundings:
         return SeededRandomness(f"{self.seed} {process}")
 
 
+def ports_of(process: Process, around: Surroundings, server: Process | None = None) -> HostPorts:
+    """What a process has of the machine; `server`: of which it is a worker."""
+    return HostPorts(
+        wall_clock=around.wall_clock,
+        randomness=around.randomness(process),
+        transport=around.network.port(process, server),
+        disk=DiskPort(around.machine, process),
+    )
+
+
 async def serve(
     process: Process, app: ServerApp[Any], around: Surroundings, *, recover: bool
 ) -> None:
@@ -124,12 +139,7 @@ async def serve(
     Args:
         recover: it was started to be restored (HARD-3).
     """
-    ports = HostPorts(
-        wall_clock=around.wall_clock,
-        randomness=around.randomness(process),
-        transport=around.network.port(process),
-        disk=DiskPort(around.machine, process),
-    )
+    ports = ports_of(process, around)
     deployment = make_deployment(recover=recover, lease_grace_s=around.lease_grace_s)
     async with (
         open_network() as network,

@@ -48,6 +48,7 @@ from tests.simulation.trainer import (
     Trainer,
     task_of,
 )
+from tests.simulation.workers import serve_with_workers
 
 BUDGET_S: Final = 900.0
 """Virtual time in which everything must be finished: faults end long before (I29)."""
@@ -189,7 +190,7 @@ class World:
     async def _start_server(self, name: str, *, recover: bool) -> None:
         async def main(process: Process) -> None:
             try:
-                await serve(process, app_of(process, self.around), self.around, recover=recover)
+                await self._serve(process, recover=recover)
             except* (HostError, SettingsError) as group:
                 # A disk that fails may keep a server from starting; then it is started again.
                 process.check()
@@ -201,6 +202,24 @@ class World:
         process = await self.processes.start(name, main)
         self.oracles.started(process, recover=recover)
         self.history.note("server started", process)
+
+    async def _serve(self, process: Process, *, recover: bool) -> None:
+        if process.name != "policy" or self.plan.workers == 1:
+            await serve(process, app_of(process, self.around), self.around, recover=recover)
+            return
+        await serve_with_workers(
+            process,
+            self.around,
+            self.processes,
+            count=self.plan.workers,
+            recover=recover,
+            on_lost=self._worker_lost,
+        )
+
+    def _worker_lost(self, worker: Process) -> None:
+        self.oracles.workers_died = True
+        self.history.note("worker lost", worker)
+        self.history.sometimes["a worker was lost"] += 1
 
     async def _start_servers(self, *, recover: bool) -> None:
         for name in PARTICIPANTS:
@@ -272,6 +291,9 @@ class World:
             self._crash_all(power=what == "power")
         elif what in (*PARTICIPANTS, TRAINING):
             self._crash(what)
+        elif what.startswith("policy."):
+            if self.processes.kill(what) is not None:
+                self.history.note("killed", what)
         else:
             self._disturb(fault)
 

@@ -103,7 +103,7 @@ async def write_as_two_workers(disk: InlineDisk) -> None:
             assert part is not None
             parts.append(part)
     except InvalidCheckpointState:
-        await remove_parts(disk, place(), IDENTITY, [part.part.file for part in parts])
+        await remove_parts(disk, place, IDENTITY, [part.part.file for part in parts])
         raise
     await publish_manifest(disk, place(), IDENTITY, parts, FIELDS, publication=Publication())
 

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import threading
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -558,9 +559,9 @@ async def test_parts_that_nobody_publishes_can_be_removed(files: PageCacheFiles)
     disk = InlineDisk(files)
     part = await write_part(disk, place(), IDENTITY, some_records(2), nonce="a" * 32)
     assert part is not None
-    await remove_parts(disk, place(), IDENTITY, [part.part.file, "records-gone.part"])
+    await remove_parts(disk, place, IDENTITY, [part.part.file, "records-gone.part"])
     assert listing(files) == []
-    await remove_parts(disk, place(directory="never"), IDENTITY, [part.part.file])
+    await remove_parts(disk, partial(place, directory="never"), IDENTITY, [part.part.file])
     assert files.open_descriptors == 0
 
 

@@ -273,7 +273,8 @@ class PolicyWorker:
         await self._stop_writing()
         chosen = sorted(self._chosen.items(), key=lambda item: item[0].capture_key)
         written = None
-        with trio.CancelScope() as self._writing:
+        with trio.CancelScope() as scope:
+            self._writing = scope
             try:
                 written = await self._part_writer.write_part(
                     order.checkpoint_dir,
@@ -281,7 +282,13 @@ class PolicyWorker:
                     (make_record(e, PolicyRecord(cut=cut)) for e, cut in chosen),
                     CUTS_SECTION,
                 )
-                if written is not None:
+                if written is not None and scope.cancel_called:
+                    # Whoever stopped it may not have had the time to wait until it had ended.
+                    name, written = written.part.file, None
+                    await self._part_writer.remove_parts(
+                        order.checkpoint_dir, order.identity, [name]
+                    )
+                elif written is not None:
                     self._written = order, written.part.file
             finally:
                 self._writing = None

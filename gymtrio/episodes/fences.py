@@ -7,6 +7,8 @@ Invariant F1: the mark of a rollout only rises, until it is forgotten.
 Invariant F2: a mark is raised before any stopping of what it refuses begins.
 Invariant F3: the epoch of a replacement attempt is that of the last restore that made it; it is
 recorded in the instant in which the mark below it is raised, and lasts as long.
+Invariant F4: a replacement attempt that has ended and was answered does not run again: what it began
+with is used, and from its input it would do what was done before (I5). A later restore brings it back.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ class Fences:
         self._refused: dict[RolloutId, int] = {}
         self._executions: dict[RolloutId, tuple[int, str | None]] = {}
         """The replacement attempt and its epoch, as the last restore said it."""
+        self._over: set[RolloutId] = set()
+        """Of whose replacement attempt nothing is left here."""
 
     def __len__(self) -> int:
         return len(self._refused)
@@ -39,13 +43,20 @@ class Fences:
         Args:
             epoch: None: the restore named none. Then no execution that names one is the current one.
         """
-        refused, executions = self._refused, self._executions
+        refused, executions, over = self._refused, self._executions, self._over
         for episode_id in episode_ids:
             rollout_id, attempt = episode_id.rollout_id, episode_id.attempt
             # Attempts that stand below the mark are refused whatever their epoch: the highest counts.
             if attempt >= refused.get(rollout_id, -1):
                 refused[rollout_id] = attempt
                 executions[rollout_id] = (attempt + 1, epoch)
+                over.discard(rollout_id)
+
+    def end(self, episode_id: EpisodeId) -> None:
+        """An attempt has ended and was answered (F4); of one that no restore made nothing is noted."""
+        attempt, _ = self._executions.get(episode_id.rollout_id, (None, None))
+        if attempt == episode_id.attempt:
+            self._over.add(episode_id.rollout_id)
 
     def epoch_of(self, episode_id: EpisodeId, otherwise: str | None = None) -> str | None:
         """The epoch of this attempt's current execution; None: the restore that made it gave none.
@@ -71,15 +82,17 @@ class Fences:
             epoch: the execution that the caller says it belongs to; None: it does not know.
 
         Raises:
-            StaleAttempt: the attempt is refused, or its execution was superseded.
+            StaleAttempt: the attempt is refused, its execution was superseded, or it is over.
         """
         if self.is_stale(episode_id):
             mark = self._refused[episode_id.rollout_id]
             raise StaleAttempt(
                 f"{episode_id} was retired or superseded: attempts up to {mark} are refused"
             )
-
         self.check_execution(episode_id, epoch)
+        attempt, _ = self._executions.get(episode_id.rollout_id, (None, None))
+        if episode_id.rollout_id in self._over and attempt == episode_id.attempt:
+            raise StaleAttempt(f"{episode_id} has ended, and was answered")
 
     def check_execution(self, episode_id: EpisodeId, epoch: str | None) -> None:
         """As `check`, of the epoch alone.
@@ -97,3 +110,4 @@ class Fences:
         for rollout_id in rollout_ids:
             self._refused.pop(rollout_id, None)
             self._executions.pop(rollout_id, None)
+            self._over.discard(rollout_id)

@@ -16,6 +16,7 @@ is in every checkpoint whose scope names it, and answers a repeated run of the s
 - U2 Nothing leaves for want of room or time that its caller asked to keep: over
   `RESULTS_UNACKNOWLEDGED_MAX`, new episodes that ask so are refused instead.
 - U3 Nothing leaves by its time while the gate is closed: what a checkpoint saw, its commit finds.
+- U4 A restored attempt whose result has left does not run again: it would begin at its input (I5).
 """
 
 from __future__ import annotations
@@ -199,3 +200,4 @@ class Results:
         self._by_rollout.remove(result.episode_id, result)
         self._unacknowledged -= result.wants_ack
         self._heard(result)
+        self._admission.fences.end(result.episode_id)

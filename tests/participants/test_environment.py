@@ -235,8 +235,9 @@ async def test_a_restored_episode_continues_from_its_boundary_as_the_next_attemp
         assert after.done == [1, 2]
         assert answers == ["result of r-a1"]
         once_more = Script(steps=0)
-        await process.run(R1, once_more)
-        assert once_more.continued is None
+        refused = await process.run(R1, once_more)
+        assert [type(answer) for answer in refused] == [StaleAttempt]
+        assert once_more.continued == "nothing"
 
 
 async def test_a_replacement_waits_at_the_gate_until_the_resume_after_its_restore(
@@ -376,6 +377,40 @@ async def test_a_claim_that_was_not_used_is_given_back(autojump_clock: MockClock
         assert used.continued == {"at": 0}
         assert R1 not in process.participant.restored
         assert closed == ["session"]
+
+
+@pytest.mark.parametrize("heard", [True, False], ids=["delivered", "unheard too long"])
+async def test_a_replacement_that_was_answered_runs_no_second_time(
+    autojump_clock: MockClock, heard: bool
+) -> None:
+    """I5: its boundary is used, so that it would begin at its input; a later restore brings it back."""
+    archive = MemoryArchive()
+    async with open_process(archive) as process:
+        script = Script()
+        await process.run(R0, script)
+        script.let_go()
+        await wait_all_tasks_blocked()
+        await checkpoint(process.plane, "c1")
+    async with open_process(archive) as process:
+        for restore in range(2):
+            await process.plane.restore(R0, directory="c1", name=f"back-{restore}")
+            await process.plane.resume(f"back-{restore}")
+            script = Script()
+            async with trio.open_nursery() as nursery:
+
+                async def call(script: Script = script) -> None:
+                    await process.participant.run_episode(R1, TASK, script)
+                    process.participant.deliver(R1)(heard)
+
+                nursery.start_soon(call)
+                for _ in range(2):
+                    script.let_go()
+            assert (script.continued, script.done) == ({"at": 1}, [1, 2])
+            await trio.sleep(0 if heard else RESULT_UNHEARD_S_MAX + 1)
+            again = Script()
+            with pytest.raises(StaleAttempt, match="r-a1 has ended, and was answered"):
+                await process.participant.run_episode(R1, TASK, again)
+            assert again.continued == "nothing"
 
 
 async def test_a_claim_of_a_run_that_failed_before_its_first_step_is_given_back(

@@ -37,6 +37,8 @@ CLOSING: Final = ("/close_session", "/v1/agent_sessions/close", "/run/ack")
 """Idempotent; freeing what is gone already is no service to a stale attempt."""
 PROMPT_S: Final = 0.1
 """Status and resume are answered within this (CTL-10, CTL-15)."""
+LONG_S: Final = 10.0
+"""A call that closes a session is not waited for as long."""
 SEEDING: Final = ("/seed_session", "/v1/agent_sessions")
 """What was asked for before a retirement was answered may be answered after it: the session is gone."""
 JOBS: Final = ("settle", "commit", "restore", "undo")
@@ -50,9 +52,15 @@ class Oracles:
         self.violations: list[str] = []
         self.failed = trio.Event()
         lost = any(m.path.startswith("/") and "lost" in m.what for m in plan.network.mishaps)
-        self.leaves_sessions = plan.network.data or lost
-        """A call that closes a session may be lost."""
-        self.lossy = self.leaves_sessions or any(f.what.startswith("cut ") for f in plan.faults)
+        whats = {fault.what for fault in plan.faults}
+        waits = any(f.what == "stop tools" and f.for_s >= LONG_S for f in plan.faults)
+        forgets = {"stale client", "tools"} <= whats
+        self.leaves_sessions = plan.network.data or lost or waits or forgets
+        """A call that closes a session may be lost, or wait for too long; or a stale client finds a
+        server that has forgotten what it refused."""
+        self.lossy = (
+            plan.network.data or lost or any(f.what.startswith("cut ") for f in plan.faults)
+        )
         """Replies to episodes' calls may be lost on their way."""
         self.workers_died = False
         """One of several processes of a server died alone."""
@@ -416,14 +424,16 @@ class Oracles:
                 self.fail("I19", f"{name}: {server} exported what is not in the scope")
         seeded = live["tools"].seeded if "tools" in live else set()
         unheard = set() if self._acks or self._unheard is None else self._unheard()
-        self.progress.published(publication, seeded, unheard)
+        heard = set() if self._heard is None else self._heard()
+        self.progress.published(publication, seeded, unheard, heard)
 
     _unheard: Callable[[], set[str]] | None = None
+    _heard: Callable[[], set[str]] | None = None
 
-    def watch_replies(self, unheard: Callable[[], set[str]]) -> None:
+    def watch_replies(self, unheard: Callable[[], set[str]], heard: Callable[[], set[str]]) -> None:
         """Who was answered and does not know it. Of controllers that acknowledge no answer is lost
-        so; that of others is gone when it was handed over (HARD-9)."""
-        self._unheard = unheard
+        so; that of others is gone when it was handed over (HARD-9). And who does know it by now."""
+        self._unheard, self._heard = unheard, heard
 
     def restored(self, publication: Any) -> None:
         """The controller has restored this checkpoint: attempts after it begin anew."""

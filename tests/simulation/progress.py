@@ -96,11 +96,14 @@ class Progress:
 
     # -- publications -------------------------------------------------------------------------
 
-    def published(self, publication: Any, seeded: Set[str], unheard: Set[str]) -> None:
+    def published(
+        self, publication: Any, seeded: Set[str], unheard: Set[str], heard: Set[str]
+    ) -> None:
         """
         Args:
             seeded: attempts that have a session in the resources server that lives now.
             unheard: attempts that were answered and whose controller does not know (HARD-9).
+            heard: those whose controller does, though perhaps only since they were not exported.
         """
         name = publication.checkpoint_id
         env = publication.commits["env"]
@@ -113,7 +116,7 @@ class Progress:
             began = key in self.restored_keys or key in seeded
             if key in unheard:
                 self.oracles.sometimes("a reply in flight at a publication")
-            elif began and key not in env.episode_ids:
+            elif began and key not in env.episode_ids and key not in heard:
                 self.oracles.fail("I1", f"{name}: {key} neither replied nor exported")
         for key in self.restored_keys - keys:
             # Left out, and nobody's any more unless it had begun: all of it may be done again.

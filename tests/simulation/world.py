@@ -147,7 +147,9 @@ class World:
         network = SimulatedNetwork(
             nursery, random.Random(f"network {seed}"), self.plan.network, self.oracles
         )
-        self.oracles.watch_replies(self._replies_in_flight)
+        self.oracles.watch_replies(
+            lambda: self._answered(received=False), lambda: self._answered(received=True)
+        )
         machine = Machine(
             random.Random(f"disk {seed}"),
             fault=self.plan.disk,
@@ -398,12 +400,12 @@ class World:
 
     # -- the end ------------------------------------------------------------------------------
 
-    def _replies_in_flight(self) -> set[str]:
-        """Episodes whose `/run` was answered, to somebody who has not heard of it."""
+    def _answered(self, *, received: bool) -> set[str]:
+        """Episodes whose `/run` was answered, to somebody who has heard of it, or has not."""
         return {
             str(e.key)
             for e in self.around.network.exchanges
-            if e.path == "/run" and e.replied_at is not None and not e.received
+            if e.path == "/run" and e.replied_at is not None and e.received is received
         }
 
     async def _audit(self) -> None:

@@ -249,6 +249,51 @@ DIRECTED: Final[dict[str, Plan]] = {
     "commits that take longer than they may": Plan(
         seed=25, rollouts=3, checkpoint_at_s=(0.9, 1.5), slow_disk_s=4.0
     ),
+    "commits of several processes that take longer than they may": Plan(
+        seed=25, rollouts=3, checkpoint_at_s=(0.9, 1.5), slow_disk_s=4.0, workers=2
+    ),
+    "a worker dies with restored calls": Plan(
+        seed=4,
+        rollouts=4,
+        checkpoint_at_s=(0.9,),
+        faults=(
+            ALL,
+            Fault(what="policy.0", after="restored all", steps=160),
+            Fault(what="checkpoint", after="worker lost", steps=5),
+            ALL,
+        ),
+        workers=2,
+    ),
+    "a worker dies while it answers": Plan(
+        seed=5,
+        rollouts=4,
+        checkpoint_at_s=(0.9,),
+        faults=(
+            ALL,
+            Fault(what="policy.0", after="restored all", steps=120),
+            Fault(what="checkpoint", after="worker lost", steps=1),
+            ALL,
+        ),
+        workers=2,
+    ),
+    "a worker stands still while a checkpoint is open": Plan(
+        seed=26,
+        rollouts=3,
+        checkpoint_at_s=(0.6, 0.9, 1.5),
+        faults=(
+            Fault(what="stop policy.1", after="checkpoint begun", steps=20, for_s=20.0),
+            Fault(what="stop policy.0", after="all prepared", steps=5, for_s=3.0),
+            Fault(what="all", after="published", steps=30),
+        ),
+        workers=2,
+    ),
+    "runs come again in the instant of a retirement after a restore": Plan(
+        seed=1,
+        rollouts=3,
+        checkpoint_at_s=(0.9,),
+        faults=(ALL, Fault(what="cut agent>policy", after="restored all", steps=60)),
+        network=NetworkFaults(echo=("retire",), until_s=60.0),
+    ),
     "a policy server is replaced": Plan(
         seed=120,
         rollouts=1,

@@ -16,6 +16,7 @@ import trio
 
 from gymtrio.checkpoint import dispatch
 from gymtrio.checkpoint.control import Control
+from gymtrio.checkpoint.directory_archive import DirectoryArchive
 from gymtrio.checkpoint.held import HeldCheckpoint
 from gymtrio.checkpoint.opened import OpenCheckpoint
 from gymtrio.episodes.admission import Admission
@@ -340,6 +341,40 @@ def _(patch: pytest.MonkeyPatch) -> None:
         return await real(self, request)
 
     patch_operation(patch, "commit", commit)
+
+
+# -- several processes -----------------------------------------------------------------------
+
+
+@mutant("calls of a lost worker stay in")
+def _(patch: pytest.MonkeyPatch) -> None:
+    """HARD-7."""
+    patch.setattr(Books, "lose", lambda self, owner: [])
+
+
+@mutant("what a lost worker was sending counts as heard")
+def _(patch: pytest.MonkeyPatch) -> None:
+    """I16."""
+
+    def lose(self: Any, owner: object) -> list[EpisodeId]:
+        lost = [call for call in self._calls.values() if call.owner == owner]
+        for call in lost:
+            self.end(call.call_id, sent=True)
+        return sorted({call.episode_id for call in lost})
+
+    patch.setattr(Books, "lose", lose)
+
+
+@mutant("parts of a stopped commit stay")
+def _(patch: pytest.MonkeyPatch) -> None:
+    """I22."""
+    patch.setattr(DirectoryArchive, "remove_parts", nothing_async)
+
+
+@mutant("an answered replacement runs again")
+def _(patch: pytest.MonkeyPatch) -> None:
+    """I5."""
+    patch.setattr(Fences, "end", nothing)
 
 
 # -- tokens ----------------------------------------------------------------------------------

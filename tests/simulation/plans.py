@@ -59,6 +59,7 @@ CUTS: Final = (
     "policy>engine",
     "trainer>env",
 )
+WORKER_FAULTS: Final = ("policy.0", "policy.0", "policy.1", "stop policy.0", "stop policy.1")
 OTHERS: Final = ("second controller", "second controller", "eager controller", "stale client")
 
 
@@ -129,6 +130,21 @@ def random_plan(seed: int) -> Plan:
         acks=rng.random() < 0.5,
         left_out=((2, 0),) if rng.random() < 0.1 else (),
     )
+
+
+def with_workers(plan: Plan) -> Plan:
+    """The same, with a policy server of two processes, of which some die alone or stand still."""
+    rng = random.Random(f"workers {plan.seed}")
+    faults = list(plan.faults)
+    for _ in range(rng.choice((0, 1, 1, 2))):
+        fault = Fault(
+            what=rng.choice(WORKER_FAULTS),
+            after=rng.choice(TRIGGERS),
+            steps=rng.randint(1, 400),
+            for_s=rng.choice(PAUSES_S),
+        )
+        faults.insert(rng.randint(0, len(faults)), fault)
+    return attrs.evolve(plan, workers=2, faults=tuple(faults))
 
 
 def _what(rng: random.Random) -> str:

@@ -13,7 +13,7 @@ from typing import Final
 
 import pytest
 
-from tests.simulation.plans import random_plan
+from tests.simulation.plans import random_plan, with_workers
 from tests.simulation.world import run
 
 SEEDS: Final = int(os.environ.get("GYMTRIO_SIM_SEEDS") or 36)
@@ -42,6 +42,9 @@ RARE: Final = (
     "fault: stop",
     "fault: clock",
     "fault: cut",
+    "fault: policy.0",
+    "fault: policy.1",
+    "a worker was lost",
 )
 """What must have happened in a set of runs for it to prove anything about it. What is rarer still has
 plans of its own, which assert it: see `test_mutants`."""
@@ -49,18 +52,25 @@ plans of its own, which assert it: see `test_mutants`."""
 seen: Final[Counter[str]] = Counter()
 
 
+@pytest.mark.parametrize("workers", [False, True], ids=["one process", "workers"])
 @pytest.mark.parametrize("first", range(FROM, FROM + SEEDS, BLOCK))
-def test_no_plan_breaks_an_invariant(first: int) -> None:
-    """E2E-4: I1 to I14, I16, I17, I19 to I23, I25, I26, I28 to I31, I34; HARD-2, 6, 12."""
+def test_no_plan_breaks_an_invariant(first: int, workers: bool) -> None:
+    """E2E-4: I1 to I14, I16 to I23, I25, I26, I28 to I31, I34; HARD-2, 6, 12; WRK-1, 3 to 6."""
     failures = []
     for seed in range(first, min(first + BLOCK, FROM + SEEDS)):
         plan = random_plan(seed)
+        if workers:
+            plan = with_workers(plan)
         outcome = run(plan)
         seen.update(outcome.sometimes)
         if outcome.violations:
             failures.append(
                 "\n".join(
-                    [f"{plan!r}", *outcome.violations, f"python -m tests.simulation.repeat {seed}"]
+                    [
+                        f"{plan!r}",
+                        *outcome.violations,
+                        f"python -m tests.simulation.repeat {'--workers ' * workers}{seed}",
+                    ]
                 )
             )
     assert not failures, "\n\n".join(failures)

@@ -9,7 +9,7 @@ import sys
 import pytest
 import trio
 
-from tests.simulation.plans import random_plan
+from tests.simulation.plans import random_plan, with_workers
 from tests.simulation.processes import Process, ProcessDied
 from tests.simulation.scheduler import Steps, run_seeded
 from tests.simulation.world import run
@@ -18,9 +18,9 @@ SEEDS = (19, 58)
 """With crashes, stops, lost, slow and doubled calls, other controllers, disks that fail."""
 
 
-def traces_of_a_fresh_process(hash_seed: int) -> list[str]:
+def traces_of_a_fresh_process(hash_seed: int, *more: str) -> list[str]:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.simulation.repeat", "--trace", *map(str, SEEDS)],
+        [sys.executable, "-m", "tests.simulation.repeat", "--trace", *more, *map(str, SEEDS)],
         env={**os.environ, "PYTHONHASHSEED": str(hash_seed)},
         check=False,
         capture_output=True,
@@ -36,6 +36,12 @@ def test_one_seed_is_one_run_whatever_the_process() -> None:
     here = [f"{seed} {run(random_plan(seed)).trace}" for seed in SEEDS]
     assert traces_of_a_fresh_process(1) == here
     assert traces_of_a_fresh_process(77) == here
+
+
+def test_one_seed_is_one_run_of_several_processes_too() -> None:
+    """E2E-4, WRK-1."""
+    here = [f"{seed} {run(with_workers(random_plan(seed))).trace}" for seed in SEEDS]
+    assert traces_of_a_fresh_process(1, "--workers") == here
 
 
 def test_another_seed_is_another_run() -> None:

@@ -107,9 +107,14 @@ class _Server(uvicorn.Server):
 def serve(*, beats: bool) -> None:
     """Serve on a free port until killed."""
     app = make_app(beats=beats)
-    quiet = {"log_level": "warning", "access_log": False}
     config = uvicorn.Config(
-        app, host="127.0.0.1", port=0, backlog=BACKLOG, timeout_keep_alive=KEEP_ALIVE_S, **quiet
+        app,
+        host="127.0.0.1",
+        port=0,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        log_level="warning",
+        access_log=False,
     )
     _Server(config).run()
 

@@ -138,12 +138,12 @@ class Results:
         if not self._is_kept(result) or result.wants_ack:
             return
         if delivered:
-            self._drop(result)
+            self._leave(result)
         elif result.unheard_since is None:
             result.unheard_since = trio.current_time()
             self._unheard[result] = None
             if len(self._unheard) > RESULTS_UNHEARD_MAX:
-                self._drop(next(iter(self._unheard)))
+                self._leave(next(iter(self._unheard)))
             self._changed.notify()
 
     def drop(self, episode_id: EpisodeId) -> bool:
@@ -154,7 +154,7 @@ class Results:
         """
         result = self._kept.get(episode_id)
         if result is not None:
-            self._drop(result)
+            self._leave(result)
         return result is not None
 
     def drop_up_to(self, episode_id: EpisodeId) -> None:
@@ -184,7 +184,7 @@ class Results:
             until = result.unheard_since + RESULT_UNHEARD_S_MAX
             if until > trio.current_time():
                 return until
-            self._drop(result)
+            self._leave(result)
         # Opening the gate rings, and so does a new one.
         return math.inf
 
@@ -195,9 +195,13 @@ class Results:
         self._unheard.pop(result, None)
         result.unheard_since = None
 
+    def _leave(self, result: Result) -> None:
+        """It has been heard, or nobody came for it (U4)."""
+        self._drop(result)
+        self._admission.fences.end(result.episode_id)
+
     def _drop(self, result: Result) -> None:
         del self._kept[result.episode_id]
         self._by_rollout.remove(result.episode_id, result)
         self._unacknowledged -= result.wants_ack
         self._heard(result)
-        self._admission.fences.end(result.episode_id)

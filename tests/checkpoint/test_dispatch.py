@@ -10,6 +10,7 @@ from gymtrio.ids import CheckpointId, EpisodeId, RolloutId
 from gymtrio.storage import slices
 from gymtrio.wire.codec import to_json
 from gymtrio.wire.control import CommitRequest, ControlRequest, PrepareRequest, RestoreRequest
+from tests.helpers.passes import Passes
 
 IDS = tuple(EpisodeId(RolloutId(f"r{number}"), number % 3) for number in range(50))
 BASE = {"checkpoint_id": CheckpointId("c"), "deadline_ts": 1.0}
@@ -33,19 +34,13 @@ async def test_reading_in_slices_is_parsing(operation: str, request_: ControlReq
 async def test_a_scope_is_read_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """STO-5: others run meanwhile."""
     monkeypatch.setattr(slices, "LOOP_SLICE_S", 0.0)
-    passes = 0
-
-    async def count_passes() -> None:
-        nonlocal passes
-        while True:
-            await trio.lowlevel.checkpoint()
-            passes += 1
+    passes = Passes()
 
     named = IDS * 20
     body = to_json(CommitRequest(**BASE, checkpoint_dir="d", episode_ids=named))
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(count_passes)
+        nursery.start_soon(passes.run)
         await read_request("commit", body)
         nursery.cancel_scope.cancel()
     # One slice per handful; the first and the last may share a pass with the start and the end.
-    assert passes >= len(named) // slices.ITEMS_AT_ONCE - 2
+    assert passes.count >= len(named) // slices.ITEMS_AT_ONCE - 2

@@ -8,6 +8,7 @@ from trio.testing import MockClock
 
 from gymtrio.storage import slices
 from tests.helpers.memory_archive import MemoryArchive
+from tests.helpers.passes import Passes
 from tests.helpers.plane import episode, open_plane
 
 
@@ -20,18 +21,12 @@ async def test_the_replacements_of_thousands_are_named_in_slices(
         await plane.prepare()
         await plane.commit()
     named = [episode(f"r{number:04}", number % 3) for number in range(1_000)]
-    passes = 0
-
-    async def count_passes() -> None:
-        nonlocal passes
-        while True:
-            await trio.lowlevel.checkpoint()
-            passes += 1
+    passes = Passes()
 
     monkeypatch.setattr(slices, "LOOP_SLICE_S", 0.0)
     async with open_plane(archive=archive) as plane, trio.open_nursery() as nursery:
-        nursery.start_soon(count_passes)
+        nursery.start_soon(passes.run)
         reply = await plane.restore(*reversed(named))
         nursery.cancel_scope.cancel()
     assert list(reply.restored) == [each.next_attempt().capture_key for each in named]
-    assert passes >= len(named) // slices.ITEMS_AT_ONCE
+    assert passes.count >= len(named) // slices.ITEMS_AT_ONCE

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from gymtrio.background import open_background
 from gymtrio.errors import TransportError
 from gymtrio.serving.app import open_asgi
-from gymtrio.serving.client import Lane, Outgoing, peer_of_url
+from gymtrio.serving.client import Lane, Outgoing, Reply, ServerClient, peer_of_url
 from gymtrio.serving.frames_head import decode_request, encode_request
 from gymtrio.serving.frames_server import FramesServer
 from gymtrio.serving.frames_transport import open_frames
@@ -46,6 +46,15 @@ async def echo(request: Request) -> Response:
     return json_response({"path": request.path})
 
 
+async def ask(
+    client: ServerClient, method: str, path: str, headers: Any, *, streamed: bool
+) -> Reply:
+    if not streamed:
+        return await client.request("peer", method, path, headers=headers)
+    async with client.stream("peer", method, path, headers=headers) as reply:
+        return await reply.read(10_000)
+
+
 @pytest.fixture(params=OWN)
 def open_client(request: pytest.FixtureRequest) -> Transported:
     return TRANSPORTS[request.param]
@@ -68,12 +77,7 @@ async def test_a_head_over_the_limits_is_refused_alike(
 ) -> None:
     """SRV-5: 431, the limit named; the next call is none the wiser."""
     async with open_client(make_app({}, fallback=echo)) as client:
-        asked = ("peer", "POST", f"/x?{query}")
-        if streamed:
-            async with client.stream(*asked, headers=headers) as reply:
-                whole = await reply.read(10_000)
-        else:
-            whole = await client.request(*asked, headers=headers)
+        whole = await ask(client, "POST", f"/x?{query}", headers, streamed=streamed)
         error: Any = whole.json()
         assert (whole.status, error["error"]["code"]) == (431, "headers_too_large")
         assert str(HEADERS_MAX if len(headers) > 1 else HEAD_BYTES_MAX) in error["error"]["detail"]
@@ -124,12 +128,7 @@ async def test_a_request_whose_head_cannot_be_is_refused_alike(
         return json_response({})
 
     async with open_client(make_app({}, fallback=note)) as client:
-        asked = ("peer", method, "/bad")
-        if streamed:
-            async with client.stream(*asked, headers=headers) as reply:
-                whole = await reply.read(10_000)
-        else:
-            whole = await client.request(*asked, headers=headers)
+        whole = await ask(client, method, "/bad", headers, streamed=streamed)
         error: Any = whole.json()
         assert (whole.status, error["error"]["code"]) == (400, "bad_request")
         assert error["error"]["detail"]

@@ -31,6 +31,7 @@ from tests.helpers.checkpoints import (
     some_records,
 )
 from tests.helpers.page_cache import InlineDisk, PageCacheFiles
+from tests.helpers.passes import Passes
 from tests.helpers.states import STATES, same
 
 FOLDER: Final = "/root/step-7/gym/resources/counter"
@@ -183,18 +184,12 @@ async def test_reading_changes_nothing(tmp_path: Path) -> None:
 async def test_reading_streams() -> None:
     """STO-5: in chunks of bounded size, with the loop free between them."""
     sizes: list[int] = []
-    passes = 0
+    passes = Passes()
 
     class Measured(PageCacheFiles):
         def read(self, file: int, bytes_max: int) -> bytes:
             sizes.append(bytes_max)
             return super().read(file, bytes_max)
-
-    async def count_passes() -> None:
-        nonlocal passes
-        while True:
-            await trio.lowlevel.checkpoint()
-            passes += 1
 
     records = [Record(episode("large"), bytes(range(256)) * (3 * RECORD_CHUNK_BYTES // 256 + 1))]
     records += some_records(300, 10_000)
@@ -203,12 +198,12 @@ async def test_reading_streams() -> None:
     for path, data in tree.items():
         files.replace(path, data)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(count_passes)
+        nursery.start_soon(passes.run)
         loaded = await load(InlineDisk(files), place())
         nursery.cancel_scope.cancel()
     assert loaded.records == keyed(records)
     assert max(sizes) <= READ_CHUNK_BYTES
-    assert passes > 6
+    assert passes.count > 6
 
 
 async def test_a_cancel_while_reading_leaves_nothing_open() -> None:

@@ -41,6 +41,7 @@ from tests.helpers.checkpoints import (
     some_records,
 )
 from tests.helpers.page_cache import InlineDisk, Operation, PageCacheFiles, SlowDisk
+from tests.helpers.passes import Passes
 from tests.helpers.ticking import TickingClock
 
 HANG_S_MAX = 30.0
@@ -140,18 +141,12 @@ async def test_writing_streams(files: PageCacheFiles) -> None:
     """STO-5: in batches of bounded size, with the loop free between them."""
     files.write_bytes_max = 2**30
     sizes: list[int] = []
-    passes = 0
+    passes = Passes()
 
     class Measured(PageCacheFiles):
         def write(self, file: int, data: memoryview) -> int:
             sizes.append(len(data))
             return len(data)
-
-    async def count_passes() -> None:
-        nonlocal passes
-        while True:
-            await trio.lowlevel.checkpoint()
-            passes += 1
 
     measured = Measured()
     measured.replace("/root/.keep", b"")
@@ -165,12 +160,12 @@ async def test_writing_streams(files: PageCacheFiles) -> None:
             yield Record(episode(f"r{number}"), payload)
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(count_passes)
+        nursery.start_soon(passes.run)
         await write_part(InlineDisk(measured), place(), IDENTITY, records(), nonce="n")
         nursery.cancel_scope.cancel()
     assert sum(sizes) > total
     assert max(sizes) < WRITE_BATCH_BYTES + 2 * RECORD_CHUNK_BYTES
-    assert passes >= total // WRITE_BATCH_BYTES
+    assert passes.count >= total // WRITE_BATCH_BYTES
 
 
 async def test_a_batch_is_written_while_the_next_one_is_made(tmp_path: Path) -> None:

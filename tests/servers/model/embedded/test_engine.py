@@ -16,6 +16,7 @@ from servers.model.embedded.prompt import Turn, encode_turns
 from servers.model.embedded.sampling import Sampling
 from servers.model.embedded.settings import EngineSettings
 from servers.model.embedded.vocabulary import Vocabulary
+from tests.helpers.passes import Passes
 
 SIZES = EngineSettings(parallel_calls=5, cached_sequences=2, context_tokens=256, step_tokens=24)
 GREEDY = Sampling(temperature=0)
@@ -294,17 +295,11 @@ async def test_calls_that_are_left_when_the_engine_ends_are_refused(
 
 
 async def test_the_loop_is_free_while_the_model_computes(uncut: dict[str, Uncut]) -> None:
-    passes = 0
-
-    async def turn() -> None:
-        nonlocal passes
-        while True:
-            await trio.lowlevel.checkpoint()
-            passes += 1
+    passes = Passes()
 
     async with open_engine(SIZES) as engine:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(turn)
+            nursery.start_soon(passes.run)
             await engine.generate("x", attrs.evolve(uncut["greedy"].request, output_tokens_max=2))
             nursery.cancel_scope.cancel()
-        assert passes > 100 * engine.counters().steps
+        assert passes.count > 100 * engine.counters().steps

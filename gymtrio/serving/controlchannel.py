@@ -10,8 +10,7 @@ from gymtrio.errors import PeerRefused
 from gymtrio.serving.client import Reply, ServerClient
 from gymtrio.serving.http import HeadersLike
 from gymtrio.settings import Secret
-from gymtrio.wire.codec import to_json
-from gymtrio.wire.control import CONTROL_PREFIX, STATUS, ControlRequest
+from gymtrio.wire.control import CONTROL_PREFIX, STATUS, ControlRequest, request_to_json
 
 UNAUTHORIZED: Final = 401
 LARGE_BYTES: Final = 65_536
@@ -79,5 +78,5 @@ class HttpControlChannel:
 
     def _encoded(self, request: ControlRequest) -> bytes:
         if self._encoded_last is None or self._encoded_last[0] is not request:
-            self._encoded_last = (request, to_json(request))
+            self._encoded_last = (request, request_to_json(request))
         return self._encoded_last[1]

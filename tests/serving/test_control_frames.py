@@ -5,22 +5,26 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import trio
+from quart_trio import QuartTrio
 
 from gymtrio.checkpoint.routes import serve_control
 from gymtrio.errors import PeerRefused, Refusal, TransportError
 from gymtrio.ids import CheckpointId, EpisodeId, RolloutId
+from gymtrio.serving import control_frames_server, controlplane
 from gymtrio.serving.control_frames import FramesControlChannel, open_control_frames
 from gymtrio.serving.control_frames_server import CONTROL_FAMILY, control_handler
 from gymtrio.serving.frames_server import FramesServer
-from gymtrio.settings import Secret
+from gymtrio.settings import CheckpointSettings, Secret
 from gymtrio.wire.channel import Channel, open_channel
 from gymtrio.wire.codec import pack, to_json
 from gymtrio.wire.control import (
+    CONTROL_PREFIX,
     REPLIES,
     CommitRequest,
     ControlRequest,
@@ -277,3 +281,28 @@ async def test_thousands_of_ids_fit_into_a_call() -> None:
         reply = await channel.call(SERVER, "retire", RetireRequest(**base, episode_ids=ids), soon())
         assert isinstance(reply, dict)
         assert len(reply["retired"]) == 16_000
+
+
+async def test_a_request_is_noted_before_it_is_read_over_frames_as_over_http(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """STO-5: what is young is set aside before thousands of ids are made of it."""
+    noted: list[int] = []
+    for module in (control_frames_server, controlplane):
+        monkeypatch.setattr(module, "note_large", noted.append)
+    async with controlled() as (channel, plane, _):
+        request = ResumeRequest(
+            checkpoint_id=CheckpointId("c1"), deadline_ts=plane.clock.now_s() + 60
+        )
+        await channel.call(SERVER, "resume", request, soon())
+        assert noted == [len(pack(request))]
+        framework = QuartTrio(__name__)
+        settings = CheckpointSettings(enabled=True, root="/", control_auth_token=TOKEN)
+        controlplane.add_control_routes(framework, partial(serve_control, plane.control), settings)
+        reply = await framework.test_client().post(
+            f"{CONTROL_PREFIX}/resume",
+            data=to_json(request),
+            headers={"authorization": f"Bearer {TOKEN.reveal()}"},
+        )
+        assert reply.status_code == 200
+        assert noted[1:] == [len(to_json(request))]

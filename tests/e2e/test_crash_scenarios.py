@@ -88,7 +88,7 @@ async def test_generations_in_flight_are_cut_and_continued(
             outcomes = [counts[name] for name in ("cut", "cut_failed", "cut_skipped")]
             assert outcomes == [3, 0, 1]
             calls["held"].finish.set()
-            await world.outside.until_staged(calls["held"])
+            await life.until_held(calls["held"])
             committed = await life.commit("c1", *rollouts)
             parts: Any = committed["policy"].manifest["parts"]
             shares = [part for part in parts if part.get("section") == "cuts"]

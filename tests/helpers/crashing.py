@@ -51,6 +51,7 @@ from tests.helpers.scripted_backend import LiveCall
 from tests.helpers.serving import make_app, serve_on_sockets
 
 TIMEOUT_S: Final = 30.0
+SYNC_ROUNDS: Final = 50
 POLL_S: Final = 0.01
 REPLAYED: Final = "tests.helpers.judged_counter:app"
 WAITED_FOR: Final = "tests.helpers.judged_counter:waiting_app"
@@ -87,7 +88,7 @@ class Outside:
     checkpoints: Path
 
     async def until_staged(self, call: LiveCall) -> None:
-        """Wait until the policy server has a reply, and lacks nothing to let it leave."""
+        """Wait until a reply's tokens can be read."""
         extension = call.extension
         assert extension is not None
         key = StagingKey(f"{extension.capture_key}/{extension.model_call_id}/whole")
@@ -188,6 +189,14 @@ class Life:
 
         await until(ask)
         return last[0]
+
+    async def until_held(self, call: LiveCall) -> None:
+        """Wait until the policy server has a reply, and lacks nothing to let it leave."""
+        await self.outside.until_staged(call)
+        # What was written can be read before it is synced, and the server counts it only then. Nothing
+        # tells that moment; each of these takes several turns of every process that may do it.
+        for _ in range(SYNC_ROUNDS):
+            await self.status("policy")
 
     async def until_count(self, server: str, name: str, number: int) -> None:
         await self.until_status(server, lambda status: status.report.counts[name] == number)

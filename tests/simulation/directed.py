@@ -252,28 +252,29 @@ DIRECTED: Final[dict[str, Plan]] = {
     "commits of several processes that take longer than they may": Plan(
         seed=25, rollouts=3, checkpoint_at_s=(0.9, 1.5), slow_disk_s=4.0, workers=2
     ),
-    "a worker dies with restored calls": Plan(
+    "workers die with calls": Plan(
         seed=4,
         rollouts=4,
         checkpoint_at_s=(0.9,),
         faults=(
             ALL,
-            Fault(what="policy.0", after="restored all", steps=160),
+            Fault(what="policy.0", after="data policy/v1/responses", steps=40),
+            Fault(what="policy.1", after="data policy/v1/responses", steps=40),
             Fault(what="checkpoint", after="worker lost", steps=5),
-            ALL,
         ),
         workers=2,
     ),
-    "a worker dies while it answers": Plan(
+    "workers die while they answer": Plan(
         seed=5,
         rollouts=4,
-        checkpoint_at_s=(0.9,),
+        checkpoint_at_s=(),
         faults=(
-            ALL,
-            Fault(what="policy.0", after="restored all", steps=120),
+            Fault(what="policy.0", after="leaving policy/v1/responses", steps=1),
             Fault(what="checkpoint", after="worker lost", steps=1),
-            ALL,
+            Fault(what="policy.1", after="leaving policy/v1/responses", steps=1),
+            Fault(what="checkpoint", after="worker lost", steps=1),
         ),
+        network=NetworkFaults(slow_reader=1.0, until_s=60.0),
         workers=2,
     ),
     "a worker stands still while a checkpoint is open": Plan(

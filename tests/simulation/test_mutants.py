@@ -58,8 +58,8 @@ SHOWN_BY: Final = {
     "the first cut instead of the latest": "a model call comes twice",
     "resume does not wait for what it stops": "commits that take longer than they may",
     "resume leaves the write going on": "commits that take longer than they may",
-    "calls of a lost worker stay in": "a worker dies with restored calls",
-    "what a lost worker was sending counts as heard": "a worker dies while it answers",
+    "calls of a lost worker stay in": "workers die with calls",
+    "what a lost worker was sending counts as heard": "workers die while they answer",
     "parts of a stopped commit stay": "commits of several processes that take longer than they may",
     "an answered replacement runs again": (
         "runs come again in the instant of a retirement after a restore"
@@ -137,7 +137,7 @@ def test_a_claim_that_is_not_given_back_is_seen() -> None:
         ("a twin was refused", "a second incarnation beside the first"),
         ("a server was replaced", "a policy server is replaced"),
         ("an eager controller held", "closed again in the instant of opening"),
-        ("a worker was lost", "a worker dies while it answers"),
+        ("a worker was lost", "workers die while they answer"),
     ],
 )
 def test_the_rare_thing_happens(what: str, name: str) -> None:

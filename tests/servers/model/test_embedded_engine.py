@@ -98,10 +98,11 @@ async def test_a_response_that_meets_its_limit_is_incomplete(engine: EngineClien
 async def test_a_seed_repeats_a_sample_and_its_absence_does_not(engine: EngineClient) -> None:
     body = {"messages": STORY, "max_tokens": 6, "return_token_ids": True}
     seeded = [await engine.answer(CHAT, {**body, "seed": 7}) for _ in range(2)]
-    unseeded = [await engine.answer(CHAT, body) for _ in range(2)]
-    ids = [choice_of(reply)["token_ids"] for reply in (*seeded, *unseeded)]
+    # So short a sample comes twice by chance, once in some hundred times; six of them do not.
+    unseeded = [await engine.answer(CHAT, body) for _ in range(6)]
+    ids = [tuple(choice_of(reply)["token_ids"]) for reply in (*seeded, *unseeded)]
     assert ids[0] == ids[1]
-    assert ids[2] != ids[3]
+    assert len(set(ids[2:])) > 1
 
 
 async def test_choices_differ_and_the_first_is_that_of_a_single_call(engine: EngineClient) -> None:

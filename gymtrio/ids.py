@@ -39,7 +39,7 @@ def parse_rollout_id(text: str) -> RolloutId:
     Raises:
         InvalidRolloutId: it is not 1-128 safe characters, or ends in the reserved `-aN` (N >= 1).
     """
-    if _SAFE_ID.fullmatch(text) is None:
+    if not is_safe_id(text):
         raise InvalidRolloutId(
             f"rollout id {text[: ID_CHARACTERS_MAX + 1]!r}: 1-{ID_CHARACTERS_MAX} characters, "
             "first a letter or digit, then letters, digits, '.', '_', '-'"

@@ -67,8 +67,8 @@ async def read_request(
         slice_ = LoopSlice()
         for value in scope:
             named.append(_named(value, len(named)))
-            if not len(named) % ITEMS_AT_ONCE and slice_.is_over:
-                await slice_.pause()
+            if not len(named) % ITEMS_AT_ONCE:
+                await slice_.turn()
         changes: dict[str, Any] = {_SCOPE: tuple(named)}
         return attrs.evolve(head, **changes)
     except MalformedValue as error:

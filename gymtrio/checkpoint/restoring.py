@@ -37,8 +37,8 @@ async def restore_once(
     slice_ = LoopSlice()
     for episode_id in request.episode_ids:
         restored.append(episode_id.next_attempt().capture_key)
-        if not len(restored) % ITEMS_AT_ONCE and slice_.is_over:
-            await slice_.pause()
+        if not len(restored) % ITEMS_AT_ONCE:
+            await slice_.turn()
     restored.sort()
     await trio.lowlevel.checkpoint()
     loaded = await archive.read(

@@ -19,15 +19,6 @@ from gymtrio.wire.codec import unpacker_of
 T = TypeVar("T")
 
 
-class Slices(LoopSlice):
-    """Lets the loop turn every few milliseconds of work that would otherwise hold it."""
-
-    async def turn(self) -> None:
-        """Between two items. Cancelled: at most once per slice."""
-        if self.is_over:
-            await self.pause()
-
-
 READ_AHEAD_BYTES: Final = 2**14
 """From which size on. The gate lets a hundred through in a turn of the loop: 10 ms of smaller ones."""
 
@@ -71,7 +62,7 @@ class Boundary:
         if kept is None or kept is self._kept or len(kept) <= READ_AHEAD_BYTES:
             return False
         async with self._reading:
-            self._value = await in_slices(decode_steps(kept, self._where), Slices())
+            self._value = await in_slices(decode_steps(kept, self._where), LoopSlice())
         self._kept = kept
         return True
 
@@ -107,7 +98,7 @@ async def decode_into(
     records: MutableSequence[Record],
 ) -> None:
     """As `decode_records`, a handful at a time; `take` may keep the list that it is given."""
-    slices = Slices()
+    slices = LoopSlice()
     await trio.lowlevel.checkpoint()
     content_of = unpacker_of(cls)
     records.reverse()

@@ -36,12 +36,13 @@ from gymtrio.errors import CheckpointConflict, InvalidCheckpointState, InvalidPh
 from gymtrio.ids import CaptureKey, EpisodeId, RolloutId
 from gymtrio.limits import BLOCKERS_LISTED_MAX
 from gymtrio.participants.base import ParticipantBase, make_record
-from gymtrio.participants.decoding import Boundaries, Boundary, Slices, decode_into
+from gymtrio.participants.decoding import Boundaries, Boundary, decode_into
 from gymtrio.participants.deliveries import Deliveries
 from gymtrio.participants.restored import Restored
 from gymtrio.participants.results import Result, Results, last_boundary, outcome_of
 from gymtrio.storage.opaque_pieces import encode_steps
 from gymtrio.storage.records import Record
+from gymtrio.storage.slices import LoopSlice
 from gymtrio.wire.codec import pack_fields
 from gymtrio.wire.control import Kind, Report
 
@@ -441,22 +442,19 @@ class _Noted:
         what comes later says more.
         """
         kept: dict[CaptureKey, _Kept] = {}
-        slices = Slices()
+        slices = LoopSlice()
         await slices.pause()
         for episode_id, entry in self.waiting:
             kept[episode_id.capture_key] = episode_id, entry, None
-            if slices.is_over:
-                await slices.pause()
+            await slices.turn()
         for episode, boundary in zip(self.live, self.boundaries, strict=True):
             key = episode.episode_id.capture_key
             kept[key] = episode.episode_id, self.digests[key], boundary
-            if slices.is_over:
-                await slices.pause()
+            await slices.turn()
         for result in self.results:
             last = partial(last_boundary, result.outcome)
             kept[result.episode_id.capture_key] = result.episode_id, result.task_digest, last
-            if slices.is_over:
-                await slices.pause()
+            await slices.turn()
         return kept
 
 

@@ -182,8 +182,7 @@ async def read_whole(exchange: Exchange, bytes_max: int) -> bytes:
             whole += data
             if len(whole) > bytes_max:
                 raise TooLarge(f"body over the limit of {bytes_max} bytes")
-            if slice_.is_over:
-                await slice_.pause()
+            await slice_.turn()
         return bytes(whole)
     assert timer.cancelled_caught
     raise RequestTimedOut(f"body not received within {BODY_TIMEOUT_S:g} s")

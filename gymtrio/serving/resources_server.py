@@ -16,14 +16,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import attrs
-import trio
 
 from gymtrio.context import current_episode
 from gymtrio.episodes.episode import StepMode
 from gymtrio.errors import InvalidCheckpointState, NotFound, RolloutIdRequired
-from gymtrio.limits import LOOP_SLICE_S
 from gymtrio.participants.resources import Mode, ResourcesParticipant, SessionId
 from gymtrio.serving.resources_tools import Tool, declared_tools, read_task, tool
+from gymtrio.storage.slices import LoopSlice
 
 __all__ = [
     "NoSettings",
@@ -152,7 +151,7 @@ class SessionServer(ResourcesServer, ABC, Generic[S]):
         self, session_ids: Sequence[SessionId]
     ) -> Mapping[SessionId, object]:
         dumped: dict[SessionId, object] = {}
-        slices = _Slices()
+        slices = LoopSlice()
         for session_id in session_ids:
             if session_id in self.states:
                 dumped[session_id] = self.dump_state(self.states[session_id])
@@ -161,7 +160,7 @@ class SessionServer(ResourcesServer, ABC, Generic[S]):
 
     async def restore_session_states(self, states: Mapping[SessionId, object]) -> None:
         loaded: dict[SessionId, S] = {}
-        slices = _Slices()
+        slices = LoopSlice()
         for session_id, dumped in states.items():
             try:
                 loaded[session_id] = self.load_state(dumped)
@@ -172,15 +171,3 @@ class SessionServer(ResourcesServer, ABC, Generic[S]):
 
     async def retire_session_state(self, session_id: SessionId) -> None:
         self.states.pop(session_id, None)
-
-
-class _Slices:
-    """Lets the loop turn every few milliseconds of work (STO-5)."""
-
-    def __init__(self) -> None:
-        self._ends = trio.current_time() + LOOP_SLICE_S
-
-    async def turn(self) -> None:
-        if trio.current_time() >= self._ends:
-            await trio.lowlevel.checkpoint()
-            self._ends = trio.current_time() + LOOP_SLICE_S

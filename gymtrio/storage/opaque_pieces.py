@@ -317,5 +317,4 @@ async def in_slices(steps: Steps[T], slice_: LoopSlice) -> T:
         except StopIteration as end:
             result: T = end.value
             return result
-        if slice_.is_over:
-            await slice_.pause()
+        await slice_.turn()

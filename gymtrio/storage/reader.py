@@ -99,8 +99,7 @@ async def _verify_part(
         decoder.receive_data(chunk)
         slice_ = LoopSlice()
         while decoder.advance():
-            if slice_.is_over:
-                await slice_.pause()
+            await slice_.turn()
     decoder.finish()
     digest = await stored.run(lambda s: s.close_part())
     if digest != part.sha256:

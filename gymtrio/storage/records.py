@@ -16,8 +16,8 @@ A part is a sequence of frames of the wire's codec:
 from __future__ import annotations
 
 import struct
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Final, NamedTuple, NoReturn, TypeVar
 
 import attrs
@@ -42,7 +42,6 @@ _MORE: Final = 3
 _END: Final = 4
 
 _RECORD_HEAD: Final = struct.Struct(">BI")
-_RECORD_HEAD_BYTES: Final = _RECORD_HEAD.size
 _KEY_BYTES_MAX: Final = 255
 _FRAME_BYTES_MAX: Final = _RECORD_HEAD.size + _KEY_BYTES_MAX + RECORD_CHUNK_BYTES
 
@@ -59,10 +58,6 @@ class Record(NamedTuple):
     """The attempt that was checkpointed."""
     payload: bytes
     """Opaque here; whoever made it knows its form."""
-
-
-_new: Final = tuple.__new__
-"""Half the time of the class's own making."""
 
 
 @attrs.frozen(kw_only=True)
@@ -176,12 +171,10 @@ class PartDecoder:
         self._where = where
         self._seen: set[str] = set() if seen is None else seen
         self._frames = FrameDecoder(payload_bytes_max=_FRAME_BYTES_MAX)
-        self._waiting: Iterator[Frame] = iter(())
+        self._waiting: deque[Frame] = deque()
         """Frames of the chunk that is there; found together, since there are thousands."""
         self._offset_bytes = 0
         self._head_seen = False
-        self._between_records = False
-        """The next frame may be a record."""
         self._unfinished: _Unfinished | None = None
         self._end: PartEnd | None = None
 
@@ -190,21 +183,17 @@ class PartDecoder:
 
     def advance(self, frames_max: int = FRAMES_AT_ONCE) -> bool:
         """Take some frames, as far as they are whole; False: it needs more bytes."""
-        some = list(islice(self._waiting, frames_max))
-        if not some:
+        if not self._waiting:
             try:
-                self._waiting = iter(self._frames.whole_frames())
+                self._waiting.extend(self._frames.whole_frames())
             except FrameError as error:
                 self._refuse(str(error))
-            some += islice(self._waiting, frames_max)
-        for frame in some:
-            frame_type, payload = frame
-            if frame_type == _RECORD and self._between_records:
-                self._take_record(payload)
-            else:
-                self._take(frame)
-            self._offset_bytes += HEADER_BYTES + len(payload)
-        return bool(some)
+        count = min(frames_max, len(self._waiting))
+        for _ in range(count):
+            frame = self._waiting.popleft()
+            self._take(frame)
+            self._offset_bytes += HEADER_BYTES + len(frame.payload)
+        return count > 0
 
     def _take(self, frame: Frame) -> None:
         if self._end is not None:
@@ -213,6 +202,8 @@ class PartDecoder:
             self._take_head(frame)
         elif self._unfinished is not None:
             self._take_more(self._unfinished, frame)
+        elif frame.type == _RECORD:
+            self._take_record(frame.payload)
         elif frame.type == _END:
             self._take_end(frame)
         else:
@@ -220,7 +211,7 @@ class PartDecoder:
 
     def finish(self) -> None:
         """Say that there are no more bytes."""
-        if self._end is None or any(self._waiting) or self._frames.pending_bytes:
+        if self._end is None or self._waiting or self._frames.pending_bytes:
             self._refuse("it ends before its end: truncated")
 
     def _take_head(self, frame: Frame) -> None:
@@ -235,16 +226,16 @@ class PartDecoder:
             if found != value:
                 shown = found[:ID_CHARACTERS_MAX]
                 self._refuse(f"{name} {shown!r} where the manifest has {value!r}")
-        self._head_seen = self._between_records = True
+        self._head_seen = True
 
     def _take_record(self, payload: bytes) -> None:
-        if len(payload) < _RECORD_HEAD_BYTES:
+        if len(payload) < _RECORD_HEAD.size:
             self._refuse("a record shorter than its head")
         key_bytes, payload_bytes = _RECORD_HEAD.unpack_from(payload)
-        begin = _RECORD_HEAD_BYTES + key_bytes
+        begin = _RECORD_HEAD.size + key_bytes
         if len(payload) < begin:
             self._refuse("a record shorter than its key")
-        key = payload[_RECORD_HEAD_BYTES:begin].decode("ascii", "backslashreplace")
+        key = payload[_RECORD_HEAD.size : begin].decode("ascii", "backslashreplace")
         if key in self._seen:
             self._refuse(f"episode {key} is in it twice")
         self._seen.add(key)
@@ -259,7 +250,7 @@ class PartDecoder:
             self._continue(_Unfinished(key, missing_bytes, [payload[begin:]] if wanted else None))
         elif wanted:
             episode_id = self._ids.get(key) or self._id_of(key)
-            self.records.append(_new(Record, (episode_id, payload[begin:])))
+            self.records.append(Record(episode_id, payload[begin:]))
 
     def _take_more(self, unfinished: _Unfinished, frame: Frame) -> None:
         if frame.type != _MORE or not frame.payload:
@@ -272,7 +263,6 @@ class PartDecoder:
     def _continue(self, unfinished: _Unfinished) -> None:
         if unfinished.missing_bytes < 0:
             self._refuse(f"episode {unfinished.key}: longer than announced")
-        self._between_records = not unfinished.missing_bytes
         if unfinished.missing_bytes:
             self._unfinished = unfinished
             return
@@ -291,7 +281,6 @@ class PartDecoder:
         if end.record_count != self.record_count:
             self._refuse(f"{self.record_count} records where its end says {end.record_count}")
         self._end = end
-        self._between_records = False
 
     def _unpack(self, cls: type[_T], frame: Frame) -> _T:
         try:

@@ -29,6 +29,11 @@ class LoopSlice:
         """The loop was let go of in some other way."""
         self._ends = self._now() + LOOP_SLICE_S
 
+    async def turn(self) -> None:
+        """Between two items: let the loop go on if the slice is over, and be cancelled only then."""
+        if self.is_over:
+            await self.pause()
+
     async def pause(self) -> None:
         """Let the loop go on, and begin the next slice."""
         await trio.lowlevel.checkpoint()

@@ -236,8 +236,7 @@ class _PartStream:
         while self._batch_bytes >= WRITE_BATCH_BYTES:
             await self._write()
             self._gather()
-        if self._slice.is_over:
-            await self._slice.pause()
+        await self._slice.turn()
 
     async def end(self, nonce: str) -> WrittenPart | None:
         count = len(self._keys)

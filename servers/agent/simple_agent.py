@@ -28,7 +28,6 @@ from gymtrio.errors import (
 )
 from gymtrio.participants.agent.hooks import RestoredSession
 from gymtrio.participants.agent.participant import AgentParticipant
-from gymtrio.participants.decoding import Slices
 from gymtrio.serving.agent_server import ActivationRun, AgentServer, AgentSettings
 from gymtrio.serving.app import ServerApp
 from gymtrio.serving.client import Reply, ServerClient
@@ -36,6 +35,7 @@ from gymtrio.serving.cookies import SessionCookies
 from gymtrio.serving.host import Service, ServiceHost
 from gymtrio.serving.relayed import checkpoint_refusal, relaying
 from gymtrio.storage.disk import ThreadDisk
+from gymtrio.storage.slices import LoopSlice
 from gymtrio.strict import MalformedValue, structure, unstructure
 from gymtrio.wire.control import Kind
 from gymtrio.wire.native import AgentCloseReply, AgentSessionRequest, ToolAccess
@@ -113,7 +113,7 @@ class SimpleAgent:
 
     async def export_agent_sessions(self, keys: Sequence[str]) -> Mapping[str, object]:
         exported: dict[str, object] = {}
-        slices = Slices()
+        slices = LoopSlice()
         for key in keys:
             if key in self.sessions:
                 exported[key] = unstructure(self.sessions[key])
@@ -122,7 +122,7 @@ class SimpleAgent:
 
     async def restore_agent_sessions(self, sessions: Sequence[RestoredSession]) -> None:
         made: dict[str, SimpleSession] = {}
-        slices = Slices()
+        slices = LoopSlice()
         for session in sessions:
             try:
                 made[session.key] = structure(SimpleSession, session.state)

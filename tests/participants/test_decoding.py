@@ -15,10 +15,11 @@ from gymtrio.ids import EpisodeId, RolloutId
 from gymtrio.limits import LOOP_SLICE_S
 from gymtrio.participants import decoding
 from gymtrio.participants.base import make_record
-from gymtrio.participants.decoding import READ_AHEAD_BYTES, Boundaries, Slices, decode_records
+from gymtrio.participants.decoding import READ_AHEAD_BYTES, Boundaries, decode_records
 from gymtrio.storage import opaque
 from gymtrio.storage.opaque_pieces import Steps, decode_steps
 from gymtrio.storage.records import Record
+from gymtrio.storage.slices import LoopSlice
 from tests.helpers.halting_disk import loop_meter
 from tests.helpers.ticking import TickingClock
 
@@ -56,7 +57,7 @@ async def test_the_loop_turns_once_per_slice(mock_clock: MockClock) -> None:
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(other)
-        slices = Slices()
+        slices = LoopSlice()
         for _ in range(10):
             await slices.turn()
         assert turns == []

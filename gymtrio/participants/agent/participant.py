@@ -31,8 +31,9 @@ from gymtrio.participants.agent.record import (
 from gymtrio.participants.agent.session import AgentSession
 from gymtrio.participants.agent.sessions import AgentSessions
 from gymtrio.participants.base import ParticipantBase, make_record
-from gymtrio.participants.decoding import Slices, decode_records
+from gymtrio.participants.decoding import decode_records
 from gymtrio.storage.records import Record
+from gymtrio.storage.slices import LoopSlice
 from gymtrio.wire.control import Kind, Report
 
 
@@ -140,13 +141,12 @@ class AgentParticipant(ParticipantBase):
                 + ", ".join(f"{k} of {wanted[k].episode_id}" for k in missing[:BLOCKERS_LISTED_MAX])
             )
         noted: dict[EpisodeId, list[Noted]] = {}
-        slices = Slices()
+        slices = LoopSlice()
         await slices.pause()
         for key, session in wanted.items():
             if key in states and not session.retired:
                 noted.setdefault(session.episode_id, []).append(note(session, states[key]))
-            if slices.is_over:
-                await slices.pause()
+            await slices.turn()
         by_key = {episode_id.capture_key: episode_id for episode_id in noted}
         keys = tuple(sorted(by_key))
         return Export(
@@ -203,7 +203,7 @@ class AgentParticipant(ParticipantBase):
             )
         entered: list[AgentSession] = []
         states: list[RestoredSession] = []
-        slices = Slices()
+        slices = LoopSlice()
         for episode_id, record in read:
             replacement = episode_id.next_attempt()
             for stored in record.sessions:

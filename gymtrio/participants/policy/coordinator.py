@@ -28,7 +28,6 @@ from gymtrio.errors import CoordinatorUnavailable, GymtrioError, InvalidPhase, N
 from gymtrio.ids import CaptureKey, EpisodeId, RolloutId
 from gymtrio.limits import BLOCKERS_LISTED_MAX
 from gymtrio.participants.base import make_record
-from gymtrio.participants.decoding import Slices
 from gymtrio.participants.policy.connected import Worker
 from gymtrio.participants.policy.keeper import Entry
 from gymtrio.participants.policy.link import (
@@ -56,6 +55,7 @@ from gymtrio.participants.policy.participant import BookedParticipant, StagingKe
 from gymtrio.participants.policy.records import PolicyRecord
 from gymtrio.participants.policy.shares import survey
 from gymtrio.storage.records import Record
+from gymtrio.storage.slices import LoopSlice
 from gymtrio.wire.calls_in import IncomingCall
 from gymtrio.wire.channel import Channel, Handler, PeerInfo, open_channel
 from gymtrio.wire.codec import pack
@@ -346,7 +346,7 @@ class CoordinatedPolicy(BookedParticipant):
         shares = await survey(self.books, episodes)
         records: dict[EpisodeId, PolicyRecord] = {}
         staging_keys = StagingKeys()
-        slices = Slices()
+        slices = LoopSlice()
         for episode_id in episodes:
             if self.admission.fences.is_stale(episode_id):
                 # Retired since it was named: its ledger may be gone.

@@ -19,7 +19,7 @@ from gymtrio.errors import InvalidCheckpointState, InvalidRequest
 from gymtrio.ids import CaptureKey, EpisodeId, RolloutId, parse_capture_key
 from gymtrio.limits import BLOCKERS_LISTED_MAX
 from gymtrio.participants.base import ParticipantBase, make_record
-from gymtrio.participants.decoding import Slices, decode_records
+from gymtrio.participants.decoding import decode_records
 from gymtrio.participants.policy.books import Books, NotContinued, merge
 from gymtrio.participants.policy.calls import Backend, PolicyCall, PolicyReply
 from gymtrio.participants.policy.gate import PolicyGate
@@ -27,6 +27,7 @@ from gymtrio.participants.policy.keeper import Entered, Entry
 from gymtrio.participants.policy.records import PolicyRecord, check_record
 from gymtrio.ports import Randomness
 from gymtrio.storage.records import Record
+from gymtrio.storage.slices import LoopSlice
 from gymtrio.strict import unstructure
 from gymtrio.wire.control import Kind, Report
 
@@ -86,7 +87,7 @@ class BookedParticipant(ParticipantBase):
         execution_epoch: str | None = None,
     ) -> None:
         read = merge(await decode_records(PolicyRecord, records))
-        slices = Slices()
+        slices = LoopSlice()
         named: set[EpisodeId] = set()
         last: dict[RolloutId, int] = {}
         for episode_id in scope:
@@ -128,7 +129,7 @@ class BookedParticipant(ParticipantBase):
                 "so a commit names those it wants"
             )
         found: list[EpisodeId] = []
-        slices = Slices()
+        slices = LoopSlice()
         for key in sorted(scope):
             episode_id = parse_capture_key(key)
             if not self.admission.fences.is_stale(episode_id):
@@ -224,7 +225,7 @@ class PolicyParticipant(BookedParticipant):
         # Each episode is looked at once (POL-6). Nothing is delivered meanwhile, so slices agree.
         records: dict[EpisodeId, PolicyRecord] = {}
         staging_keys = StagingKeys()
-        slices = Slices()
+        slices = LoopSlice()
         for episode_id in await self.exportable(scope):
             if self.admission.fences.is_stale(episode_id):
                 # Retired since the last slice: its ledger may be gone.

@@ -15,7 +15,6 @@ import trio
 from gymtrio.capture.tokens import StagingKey
 from gymtrio.errors import GymtrioError, InvalidCheckpointState
 from gymtrio.ids import EpisodeId
-from gymtrio.participants.decoding import Slices
 from gymtrio.participants.policy.books import Books
 from gymtrio.participants.policy.connected import Worker, for_each
 from gymtrio.participants.policy.link import (
@@ -28,6 +27,7 @@ from gymtrio.participants.policy.link import (
 )
 from gymtrio.storage.bounds import STOP_GRACE_S
 from gymtrio.storage.records import Identity
+from gymtrio.storage.slices import LoopSlice
 from gymtrio.storage.writer import WrittenPart
 
 LOG = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ async def survey(books: Books, episodes: Iterable[EpisodeId]) -> Shares:
         GymtrioError: one does not say; the commit must not go on without it (I18).
     """
     latest: dict[Worker, dict[str, EpisodeId]] = {}
-    slices = Slices()
+    slices = LoopSlice()
     for episode_id in episodes:
         call = books.latest_undelivered(episode_id)
         if call is not None:

@@ -10,11 +10,12 @@ import attrs
 from gymtrio.errors import InvalidCheckpointState
 from gymtrio.ids import EpisodeId
 from gymtrio.participants.base import make_record
-from gymtrio.participants.decoding import Slices, decode_records
+from gymtrio.participants.decoding import decode_records
 from gymtrio.participants.resources.hooks import SessionId
 from gymtrio.participants.resources.sessions import Session
 from gymtrio.storage.opaque_pieces import decode_steps, encode_steps, in_slices
 from gymtrio.storage.records import Record
+from gymtrio.storage.slices import LoopSlice
 
 
 @attrs.frozen(kw_only=True)
@@ -70,7 +71,7 @@ async def decode_sessions(records: MutableSequence[Record]) -> list[RestoredSess
     """
     read: dict[SessionId, RestoredSession] = {}
     contents = await decode_records(ResourcesRecord, records)
-    slices = Slices()
+    slices = LoopSlice()
     for episode_id, content in contents:
         for entry in content.sessions:
             session_id = SessionId(entry.session_id)

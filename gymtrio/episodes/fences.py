@@ -14,9 +14,16 @@ with is used, and from its input it would do what was done before (I5). A later 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final, TypeAlias
 
 from gymtrio.errors import StaleAttempt
 from gymtrio.ids import EpisodeId, RolloutId
+
+# A tuple, since a restore makes thousands in one instant.
+_Execution: TypeAlias = tuple[int | None, str | None, bool]
+"""The replacement attempt, its epoch, and whether it has ended and was answered (F4)."""
+
+_NONE: Final[_Execution] = (None, None, False)
 
 
 class Fences:
@@ -24,10 +31,8 @@ class Fences:
 
     def __init__(self) -> None:
         self._refused: dict[RolloutId, int] = {}
-        self._executions: dict[RolloutId, tuple[int, str | None]] = {}
-        """The replacement attempt and its epoch, as the last restore said it."""
-        self._over: set[RolloutId] = set()
-        """Of whose replacement attempt nothing is left here."""
+        self._executions: dict[RolloutId, _Execution] = {}
+        """As the last restore made them."""
 
     def __len__(self) -> int:
         return len(self._refused)
@@ -43,20 +48,19 @@ class Fences:
         Args:
             epoch: None: the restore named none. Then no execution that names one is the current one.
         """
-        refused, executions, over = self._refused, self._executions, self._over
+        refused, executions = self._refused, self._executions
         for episode_id in episode_ids:
             rollout_id, attempt = episode_id.rollout_id, episode_id.attempt
             # Attempts that stand below the mark are refused whatever their epoch: the highest counts.
             if attempt >= refused.get(rollout_id, -1):
                 refused[rollout_id] = attempt
-                executions[rollout_id] = (attempt + 1, epoch)
-                over.discard(rollout_id)
+                executions[rollout_id] = (attempt + 1, epoch, False)
 
     def end(self, episode_id: EpisodeId) -> None:
         """An attempt has ended and was answered (F4); of one that no restore made nothing is noted."""
-        attempt, _ = self._executions.get(episode_id.rollout_id, (None, None))
+        attempt, epoch, _ = self._executions.get(episode_id.rollout_id, _NONE)
         if attempt == episode_id.attempt:
-            self._over.add(episode_id.rollout_id)
+            self._executions[episode_id.rollout_id] = (attempt, epoch, True)
 
     def epoch_of(self, episode_id: EpisodeId, otherwise: str | None = None) -> str | None:
         """The epoch of this attempt's current execution; None: the restore that made it gave none.
@@ -64,7 +68,7 @@ class Fences:
         Args:
             otherwise: that of an attempt which no restore made here.
         """
-        attempt, epoch = self._executions.get(episode_id.rollout_id, (None, None))
+        attempt, epoch, _ = self._executions.get(episode_id.rollout_id, _NONE)
         return epoch if attempt == episode_id.attempt else otherwise
 
     def is_stale(self, episode_id: EpisodeId) -> bool:
@@ -90,8 +94,8 @@ class Fences:
                 f"{episode_id} was retired or superseded: attempts up to {mark} are refused"
             )
         self.check_execution(episode_id, epoch)
-        attempt, _ = self._executions.get(episode_id.rollout_id, (None, None))
-        if episode_id.rollout_id in self._over and attempt == episode_id.attempt:
+        attempt, _, over = self._executions.get(episode_id.rollout_id, _NONE)
+        if over and attempt == episode_id.attempt:
             raise StaleAttempt(f"{episode_id} has ended, and was answered")
 
     def check_execution(self, episode_id: EpisodeId, epoch: str | None) -> None:
@@ -99,7 +103,7 @@ class Fences:
 
         An attempt that no restore made here has no epoch to compare with: it passes.
         """
-        attempt, current = self._executions.get(episode_id.rollout_id, (None, None))
+        attempt, current, _ = self._executions.get(episode_id.rollout_id, _NONE)
         if epoch is not None and attempt == episode_id.attempt and epoch != current:
             raise StaleAttempt(
                 f"{episode_id}: this execution (epoch {epoch}) was superseded by a later restore"
@@ -110,4 +114,3 @@ class Fences:
         for rollout_id in rollout_ids:
             self._refused.pop(rollout_id, None)
             self._executions.pop(rollout_id, None)
-            self._over.discard(rollout_id)

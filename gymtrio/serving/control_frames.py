@@ -13,6 +13,7 @@ from gymtrio.background import open_background
 from gymtrio.checkpoint.members import ControlChannel
 from gymtrio.errors import HostError, TransportError
 from gymtrio.serving.control_frames_server import KIND_PREFIX
+from gymtrio.serving.garbage import note_message
 from gymtrio.settings import Secret
 from gymtrio.strict import MalformedValue
 from gymtrio.wire.channel import Channel, open_channel
@@ -101,6 +102,7 @@ class FramesControlChannel:
 
     def _packed(self, request: ControlRequest) -> bytes:
         if self._packed_last is None or self._packed_last[0] is not request:
+            note_message()
             self._packed_last = (request, pack(request))
         return self._packed_last[1]
 

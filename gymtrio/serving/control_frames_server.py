@@ -20,7 +20,7 @@ from gymtrio.checkpoint.routes import ServeControl
 from gymtrio.errors import InvalidRequest, Unauthorized
 from gymtrio.json_text import dump_finite_json, load_json
 from gymtrio.limits import CONTROL_BODY_BYTES_MAX
-from gymtrio.serving.garbage import note_large
+from gymtrio.serving.garbage import note_message
 from gymtrio.strict import MalformedValue
 from gymtrio.wire.calls_in import IncomingCall
 from gymtrio.wire.channel import PeerInfo
@@ -65,7 +65,7 @@ async def _serve(
         reply = reply_to_plain(control.status())
     else:
         body = await call.read(CONTROL_BODY_BYTES_MAX)
-        note_large(len(body))
+        note_message()
         request = await read_request(operation, body, unpack_plain)
         reply = reply_to_plain(await perform(control, operation, request))
     call.reply(b"", pack(reply))

@@ -8,9 +8,11 @@ import trio
 
 from gymtrio.errors import PeerRefused
 from gymtrio.serving.client import Reply, ServerClient
+from gymtrio.serving.garbage import note_message
 from gymtrio.serving.http import HeadersLike
 from gymtrio.settings import Secret
-from gymtrio.wire.control import CONTROL_PREFIX, STATUS, ControlRequest, request_to_json
+from gymtrio.wire.codec import to_json
+from gymtrio.wire.control import CONTROL_PREFIX, STATUS, ControlRequest
 
 UNAUTHORIZED: Final = 401
 LARGE_BYTES: Final = 65_536
@@ -78,5 +80,6 @@ class HttpControlChannel:
 
     def _encoded(self, request: ControlRequest) -> bytes:
         if self._encoded_last is None or self._encoded_last[0] is not request:
-            self._encoded_last = (request, request_to_json(request))
+            note_message()
+            self._encoded_last = (request, to_json(request))
         return self._encoded_last[1]

@@ -13,7 +13,7 @@ from gymtrio.checkpoint.control import Control, open_control
 from gymtrio.checkpoint.directory_archive import DirectoryArchive
 from gymtrio.checkpoint.participant import Participant
 from gymtrio.checkpoint.routes import ServeControl, serving_blueprint
-from gymtrio.serving.garbage import note_large
+from gymtrio.serving.garbage import note_message
 from gymtrio.serving.host import HostPorts
 from gymtrio.settings import CheckpointSettings
 from gymtrio.storage.incarnation import only_incarnation
@@ -76,7 +76,7 @@ def add_control_routes(app: QuartTrio, serve: ServeControl, settings: Checkpoint
     assert token is not None, "checked when the deployment was read"
 
     async def serve_noted(operation: str, body: bytes) -> bytes:
-        note_large(len(body))
+        note_message()
         return await serve(operation, body)
 
     app.register_blueprint(serving_blueprint(serve_noted, token.matches))

@@ -44,7 +44,7 @@ class Coordinator:
 
 
 @attrs.frozen
-class Coordinating:
+class WorkerHub:
     """A coordinator, wherever its workers come from."""
 
     participant: CoordinatedPolicy
@@ -86,24 +86,24 @@ async def open_coordinator(
         SettingsError: the server's settings do not fit.
         HostError: another process coordinates it already.
     """
-    async with open_coordinating(deployment, name, ports=ports) as coordinating:
-        if coordinating is None:
+    async with open_hub(deployment, name, ports=ports) as hub:
+        if hub is None:
             yield None
             return
         path = path or lasting_directory(state_dir_of(deployment, name)) / "coordinator"
 
         async def serve(stream: trio.SocketStream) -> None:
-            await coordinating.serve(stream, peer_uid(stream))
+            await hub.serve(stream, peer_uid(stream))
 
         async with open_unix_listener(path) as listener, open_background() as nursery:
             await nursery.start(serve_channels, listener, serve)
-            yield Coordinator(coordinating.participant, path)
+            yield Coordinator(hub.participant, path)
 
 
 @asynccontextmanager
-async def open_coordinating(
+async def open_hub(
     deployment: Deployment, name: str, *, ports: HostPorts | None = None
-) -> AsyncIterator[Coordinating | None]:
+) -> AsyncIterator[WorkerHub | None]:
     """As `open_coordinator`, for workers whose connections come from elsewhere."""
     settings = settings_of(deployment, name)
     if not (settings.checkpoint_policy and deployment.checkpoint.enabled):
@@ -139,4 +139,4 @@ async def open_coordinating(
         async def serve(stream: trio.abc.Stream, uid: int | None) -> None:
             await participant.serve(stream, me=me, uid=uid, control=control_call)
 
-        yield Coordinating(participant, serve)
+        yield WorkerHub(participant, serve)

@@ -13,8 +13,8 @@ Rules:
 - G4 While thousands of requests end at once, what is young is set aside every few hundred ends: the
   interpreter counts what was made less what was freed, and what is freed was set aside long before,
   so that the young would gather unnoticed for one long collection.
-- G5 Before a message is read of which thousands of objects are made in one stretch of the loop, what
-  is young is set aside: the first of the collections that they cause would look at it in that stretch.
+- G5 Before a message is written or read that may be thousands of objects in one stretch of the loop,
+  what is young is set aside: the first of the collections that they cause would look at it, there.
 """
 
 from __future__ import annotations
@@ -37,9 +37,6 @@ collection finds of them must not stop the loop for longer than 20 ms (STO-5).""
 
 SET_ASIDE_ENDS: Final = 200
 """Each leaves some twenty young objects when it is by cancellation."""
-
-LARGE_BYTES: Final = 65_536
-"""Of JSON or MessagePack: a thousand objects and more."""
 
 LOOK_S: Final = 30.0
 """Counting what was set aside takes some 20 ns for each object."""
@@ -77,9 +74,9 @@ def note_end() -> None:
             gc.freeze()
 
 
-def note_large(size_bytes: int) -> None:
-    """Note that a message of this size is read next (G5), whether the process is spared or not."""
-    if size_bytes > LARGE_BYTES and _Ends.sparing:
+def note_message() -> None:
+    """Note that a control message is written or read next (G5), be the process spared or not."""
+    if _Ends.sparing:
         gc.freeze()
 
 

@@ -91,6 +91,7 @@ class CheckpointRoot:
             DirectoryRefused: it leads out of the root or is not a plain path.
             InvalidCheckpointState: the disk refused to look.
         """
+        # Also by `find`; but a disk that hangs shall keep nobody waiting whose path is wrong by itself.
         _refuse_odd(checkpoint_dir, field)
         with refusing("resolve", field):
             step = disk.start(lambda: self.find(disk.files, checkpoint_dir, field=field))

@@ -18,7 +18,6 @@ from gymtrio.errors import InvalidRequest
 from gymtrio.ids import CheckpointId, EpisodeId, RolloutId, is_safe_id, parse_rollout_id
 from gymtrio.limits import ID_CHARACTERS_MAX, PARTICIPANTS_SCOPE_EPISODES_MAX
 from gymtrio.strict import structure, unstructure
-from gymtrio.wire.codec import to_json
 
 CONTROL_PREFIX: Final = "/ng-control/v1/checkpoint"
 STATUS: Final = "status"
@@ -283,23 +282,6 @@ Reply: TypeAlias = (
     | ForgetReply
 )
 R = TypeVar("R", bound=Reply)
-
-
-def request_to_json(request: ControlRequest) -> bytes:
-    """The body of a request over HTTP, byte by byte as `to_json` makes it.
-
-    A scope of thousands is written as text: a map for each id takes twice the time, and what was young
-    before would be collected in the same stretch of the loop (STO-5).
-    """
-    scope: tuple[EpisodeId, ...] | None = getattr(request, "episode_ids", None)
-    if not scope:
-        return to_json(request)
-    only_first: dict[str, Any] = {"episode_ids": scope[:1]}
-    text = to_json(attrs.evolve(request, **only_first))
-    # Ids are of characters that stand for themselves.
-    named = [f'{{"rollout_id":"{e.rollout_id}","attempt":{e.attempt}}}' for e in scope]
-    first = f'"episode_ids":[{named[0]}]'.encode("ascii")
-    return text.replace(first, f'"episode_ids":[{",".join(named)}]'.encode("ascii"), 1)
 
 
 def reply_to_plain(reply: Reply) -> dict[str, object]:

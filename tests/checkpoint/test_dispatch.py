@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import pytest
 import trio
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gymtrio.checkpoint.dispatch import parse_request, read_request
 from gymtrio.ids import CheckpointId, EpisodeId, RolloutId
-from gymtrio.limits import ATTEMPT_MAX
 from gymtrio.storage import slices
 from gymtrio.wire.codec import to_json
-from gymtrio.wire.control import (
-    CommitRequest,
-    ControlRequest,
-    PrepareRequest,
-    RestoreRequest,
-    ResumeRequest,
-    RetireRequest,
-    request_to_json,
-)
+from gymtrio.wire.control import CommitRequest, ControlRequest, PrepareRequest, RestoreRequest
 from tests.helpers.passes import Passes
 
 IDS = tuple(EpisodeId(RolloutId(f"r{number}"), number % 3) for number in range(50))
@@ -40,35 +29,6 @@ async def test_reading_in_slices_is_parsing(operation: str, request_: ControlReq
     """CTL-1."""
     body = to_json(request_)
     assert await read_request(operation, body) == request_ == parse_request(operation, body)
-
-
-SCOPES = st.lists(
-    st.builds(
-        EpisodeId,
-        st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._]{0,9}", fullmatch=True),
-        st.integers(0, ATTEMPT_MAX),
-    ),
-    unique_by=lambda episode_id: episode_id.rollout_id,
-    max_size=4,
-)
-
-
-@given(SCOPES, st.text(max_size=6) | st.just('"episode_ids":[') | st.just('","episode_ids":[]'))
-def test_a_scope_is_written_as_any_other_list(scope: list[EpisodeId], directory: str) -> None:
-    """CTL-1: byte by byte."""
-    named = tuple(scope)
-    requests: list[ControlRequest] = [
-        CommitRequest(**BASE, checkpoint_dir=directory),
-        CommitRequest(**BASE, checkpoint_dir=directory, episode_ids=named),
-        RestoreRequest(**BASE, checkpoint_dir=directory, episode_ids=named),
-    ]
-    if named:
-        requests += [
-            RetireRequest(**BASE, episode_ids=named),
-            ResumeRequest(**BASE, start_afresh=True, episode_ids=named),
-        ]
-    for request_ in requests:
-        assert request_to_json(request_) == to_json(request_)
 
 
 async def test_a_scope_is_read_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,15 +16,17 @@ from quart_trio import QuartTrio
 from gymtrio.checkpoint.routes import serve_control
 from gymtrio.errors import PeerRefused, Refusal, TransportError
 from gymtrio.ids import CheckpointId, EpisodeId, RolloutId
-from gymtrio.serving import control_frames_server, controlplane
+from gymtrio.serving import control_frames, control_frames_server, controlchannel, controlplane
+from gymtrio.serving.client import ServerClient
 from gymtrio.serving.control_frames import FramesControlChannel, open_control_frames
 from gymtrio.serving.control_frames_server import CONTROL_FAMILY, control_handler
+from gymtrio.serving.deployment import Deployment, DeploymentDirectory
 from gymtrio.serving.frames_server import FramesServer
+from gymtrio.serving.inprocess import open_network
 from gymtrio.settings import CheckpointSettings, Secret
 from gymtrio.wire.channel import Channel, open_channel
 from gymtrio.wire.codec import pack, to_json
 from gymtrio.wire.control import (
-    CONTROL_PREFIX,
     REPLIES,
     CommitRequest,
     ControlRequest,
@@ -283,26 +285,25 @@ async def test_thousands_of_ids_fit_into_a_call() -> None:
         assert len(reply["retired"]) == 16_000
 
 
-async def test_a_request_is_noted_before_it_is_read_over_frames_as_over_http(
+async def test_a_request_is_noted_before_it_is_written_and_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """STO-5: what is young is set aside before thousands of ids are made of it."""
-    noted: list[int] = []
-    for module in (control_frames_server, controlplane):
-        monkeypatch.setattr(module, "note_large", noted.append)
+    """STO-5: over frames and over HTTP, what is young is set aside before thousands of ids are made."""
+    noted: list[str] = []
+    for module in (control_frames, control_frames_server, controlchannel, controlplane):
+        monkeypatch.setattr(module, "note_message", partial(noted.append, module.__name__))
     async with controlled() as (channel, plane, _):
         request = ResumeRequest(
             checkpoint_id=CheckpointId("c1"), deadline_ts=plane.clock.now_s() + 60
         )
         await channel.call(SERVER, "resume", request, soon())
-        assert noted == [len(pack(request))]
+        assert noted == [control_frames.__name__, control_frames_server.__name__]
         framework = QuartTrio(__name__)
         settings = CheckpointSettings(enabled=True, root="/", control_auth_token=TOKEN)
         controlplane.add_control_routes(framework, partial(serve_control, plane.control), settings)
-        reply = await framework.test_client().post(
-            f"{CONTROL_PREFIX}/resume",
-            data=to_json(request),
-            headers={"authorization": f"Bearer {TOKEN.reveal()}"},
-        )
-        assert reply.status_code == 200
-        assert noted[1:] == [len(to_json(request))]
+        async with open_network() as network:
+            with network.serving(SERVER, framework):
+                client = ServerClient(DeploymentDirectory(Deployment()), network)
+                over_http = controlchannel.HttpControlChannel(client, TOKEN)
+                await over_http.call(f"http://{SERVER}", "resume", request, soon())
+        assert noted[2:] == [controlchannel.__name__, controlplane.__name__]

@@ -119,7 +119,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 def _(patch: pytest.MonkeyPatch) -> None:
     def supersede(self: Fences, episode_ids: Iterable[EpisodeId], epoch: str | None) -> None:
         for episode_id in episode_ids:
-            self._executions[episode_id.rollout_id] = (episode_id.attempt + 1, epoch)
+            self._executions[episode_id.rollout_id] = (episode_id.attempt + 1, epoch, False)
 
     patch.setattr(Fences, "refuse", nothing)
     patch.setattr(Fences, "supersede", supersede)

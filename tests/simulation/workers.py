@@ -18,7 +18,7 @@ import trio.testing
 from gymtrio.errors import GymtrioError, HostError
 from gymtrio.participants.policy.worker import PolicyWorker
 from gymtrio.serving.app import ServerApp, open_asgi
-from gymtrio.serving.coordinator import Coordinating, open_coordinating
+from gymtrio.serving.coordinator import WorkerHub, open_hub
 from gymtrio.serving.host import Service, ServiceHost
 from gymtrio.serving.inprocess import open_network
 from gymtrio.serving.model_server import HttpBackend, ModelSettings, worker_service
@@ -84,11 +84,9 @@ async def serve_with_workers(
         if lost.instance in workers:
             workers[lost.instance].kill()
 
-    async def keep(name: str, coordinating: Coordinating) -> None:
+    async def keep(name: str, hub: WorkerHub) -> None:
         while True:
-            work = partial(
-                _serve_worker, server=process, coordinating=coordinating, around=around, count=count
-            )
+            work = partial(_serve_worker, server=process, hub=hub, around=around, count=count)
             worker = await processes.start(f"{process.name}.{name}", work)
             workers[str(worker)] = worker
             process.on_death(worker.kill)
@@ -98,32 +96,28 @@ async def serve_with_workers(
             await trio.sleep(REPLACED_S)
 
     async with (
-        open_coordinating(
-            deployment, process.name, ports=ports_of(process, around)
-        ) as coordinating,
+        open_hub(deployment, process.name, ports=ports_of(process, around)) as hub,
         trio.open_nursery() as nursery,
     ):
-        assert coordinating is not None
-        coordinating.participant.on_left = kill
+        assert hub is not None
+        hub.participant.on_left = kill
         around.network.share(process)
         for number in range(count):
-            nursery.start_soon(keep, str(number), coordinating)
+            nursery.start_soon(keep, str(number), hub)
 
 
 async def _serve_worker(
     worker: Process,
     *,
     server: Process,
-    coordinating: Coordinating,
+    hub: WorkerHub,
     around: Surroundings,
     count: int,
 ) -> None:
     """The main task of a worker's process."""
     here, there = trio.testing.memory_stream_pair()
     # Whatever a worker does, it is not the coordinator that ends of it.
-    server.spawn(
-        _serve_link, server, coordinating, LinkEnd(server, there), name=f"link of {worker}"
-    )
+    server.spawn(_serve_link, server, hub, LinkEnd(server, there), name=f"link of {worker}")
     deployment = make_deployment(recover=False, lease_grace_s=around.lease_grace_s, workers=count)
     app = _worker_app(worker, LinkEnd(worker, here), TokenPort(around.shelf, worker))
     ports = ports_of(worker, around, server)
@@ -141,10 +135,10 @@ async def _serve_worker(
         worker.kill()
 
 
-async def _serve_link(server: Process, coordinating: Coordinating, stream: LinkEnd) -> None:
+async def _serve_link(server: Process, hub: WorkerHub, stream: LinkEnd) -> None:
     CURRENT.set(server)
     try:
-        await coordinating.serve(stream, None)
+        await hub.serve(stream, None)
     except* GymtrioError:
         pass
 

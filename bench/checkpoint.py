@@ -363,8 +363,12 @@ class _Round:
 
 def _section(case: Case, measured: Measured) -> Section:
     held = partial(Target, held_s=HELD_S)
-    decoding_s = _sums(measured.restoring_s, measured.parsing_s)
-    decoding_cpu_s = _sums(measured.restoring_cpu_s, measured.parsing_cpu_s)
+    beside_decoding = partial(
+        Row,
+        floors_s=_sums(measured.restoring_s, measured.parsing_s),
+        floors_cpu_s=_sums(measured.restoring_cpu_s, measured.parsing_cpu_s),
+        kept_bytes=measured.stored_bytes,
+    )
     return Section(
         title=case.title,
         facts={
@@ -410,21 +414,12 @@ def _section(case: Case, measured: Measured) -> Section:
             ),
             Row(name="busy status", samples=measured.busy_status, target=held(took_s=AT_ONCE_S)),
             Row(name="abort", samples=measured.abort, target=held(took_s=AT_ONCE_S)),
-            Row(
+            beside_decoding(
                 name="restore",
                 samples=measured.restore,
-                floors_s=decoding_s,
-                floors_cpu_s=decoding_cpu_s,
-                kept_bytes=measured.stored_bytes,
                 target=held(ratio=RESTORE_RATIO, ratio_from_s=GROWTH_FROM_S, peak_bytes=PEAK_BYTES),
             ),
-            Row(
-                name="  to their states",
-                samples=measured.restore_to_states,
-                floors_s=decoding_s,
-                floors_cpu_s=decoding_cpu_s,
-                kept_bytes=measured.stored_bytes,
-            ),
+            beside_decoding(name="  to their states", samples=measured.restore_to_states),
             Row(
                 name="  beside unpacking",
                 samples=measured.restore,

@@ -124,6 +124,18 @@ class Script:
         return at
 
 
+async def one_step_done(checkpoint_id: str) -> MemoryArchive:
+    """A checkpoint of R0 behind the first of its steps; its process is gone."""
+    archive = MemoryArchive()
+    async with open_process(archive) as process:
+        script = Script()
+        await process.run(R0, script)
+        script.let_go()
+        await wait_all_tasks_blocked()
+        await checkpoint(process.plane, checkpoint_id)
+    return archive
+
+
 # -- prepare ----------------------------------------------------------------------------------
 
 
@@ -212,13 +224,7 @@ async def test_a_restored_episode_continues_from_its_boundary_as_the_next_attemp
     autojump_clock: MockClock,
 ) -> None:
     """ENV-1, ENV-3, ID-3: claimed once; the old attempt is stale."""
-    archive = MemoryArchive()
-    async with open_process(archive) as process:
-        script = Script()
-        await process.run(R0, script)
-        script.let_go()
-        await wait_all_tasks_blocked()
-        await checkpoint(process.plane, "d")
+    archive = await one_step_done("d")
     async with open_process(archive) as process:
         assert (await process.plane.restore(R0)).restored == ("r-a1",)
         assert process.plane.control.status().extra["restored_pending"] == ["r-a1"]
@@ -384,13 +390,7 @@ async def test_a_replacement_that_was_answered_runs_no_second_time(
     autojump_clock: MockClock, heard: bool
 ) -> None:
     """I5: its boundary is used, so that it would begin at its input; a later restore brings it back."""
-    archive = MemoryArchive()
-    async with open_process(archive) as process:
-        script = Script()
-        await process.run(R0, script)
-        script.let_go()
-        await wait_all_tasks_blocked()
-        await checkpoint(process.plane, "c1")
+    archive = await one_step_done("c1")
     async with open_process(archive) as process:
         for restore in range(2):
             await process.plane.restore(R0, directory="c1", name=f"back-{restore}")

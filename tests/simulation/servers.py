@@ -14,7 +14,7 @@ from gymtrio.participants.policy.participant import PolicyParticipant
 from gymtrio.ports import Randomness, WallClock
 from gymtrio.serving.app import ServerApp, open_asgi
 from gymtrio.serving.deployment import Bind, Deployment, parse_deployment
-from gymtrio.serving.host import HostPorts, Service, ServiceHost
+from gymtrio.serving.host import HostPorts, OpenService, Service, ServiceHost
 from gymtrio.serving.inprocess import open_network
 from gymtrio.serving.model_server import HttpBackend, ModelSettings
 from gymtrio.serving.policy_routes import policy_routes
@@ -98,6 +98,11 @@ def policy_app(store: TokenPort) -> ServerApp[ModelSettings]:
         )
         yield Service(routes=policy_routes(participant, settings.model), participant=participant)
 
+    return model_app(open_service)
+
+
+def model_app(open_service: OpenService[ModelSettings]) -> ServerApp[ModelSettings]:
+    """The policy server, by what it opens."""
     return ServerApp(
         kind=Kind.MODEL,
         default_instance="policy",

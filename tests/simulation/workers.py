@@ -24,9 +24,8 @@ from gymtrio.serving.inprocess import open_network
 from gymtrio.serving.model_server import HttpBackend, ModelSettings, worker_service
 from gymtrio.serving.policy_worker import linked, part_writer
 from gymtrio.wire.channel import PeerInfo
-from gymtrio.wire.control import Kind
 from tests.simulation.processes import CURRENT, Process, Processes
-from tests.simulation.servers import Surroundings, make_deployment, ports_of
+from tests.simulation.servers import Surroundings, make_deployment, model_app, ports_of
 from tests.simulation.tokens import TokenPort
 
 REPLACED_S: Final = 0.1
@@ -161,9 +160,4 @@ def _worker_app(worker: Process, stream: LinkEnd, store: TokenPort) -> ServerApp
         async with linked(policy, stream, name=name, instance=str(worker)):
             yield worker_service(policy, host)
 
-    return ServerApp(
-        kind=Kind.MODEL,
-        default_instance="policy",
-        settings_class=ModelSettings,
-        open_service=open_service,
-    )
+    return model_app(open_service)

@@ -249,8 +249,7 @@ class PartDecoder:
         if missing_bytes:
             self._continue(_Unfinished(key, missing_bytes, [payload[begin:]] if wanted else None))
         elif wanted:
-            episode_id = self._ids.get(key) or self._id_of(key)
-            self.records.append(Record(episode_id, payload[begin:]))
+            self.records.append(Record(self._id_of(key), payload[begin:]))
 
     def _take_more(self, unfinished: _Unfinished, frame: Frame) -> None:
         if frame.type != _MORE or not frame.payload:
